@@ -99,7 +99,7 @@ def planned_rows() -> Iterator[tuple[str, ...]]:
     for setting, (name, options, share) in _PLANNED.items():
         longest = vars(LONGEST[name])
         plan = plan_of(name, 1e12, **options)
-        low, high = plan.recomputing(**longest), plan.keeping(**longest)
+        low, high = plan.with_recomputation(**longest), plan.without_recomputation(**longest)
         plan = dataclasses.replace(plan, budget=low + share * (high - low))
         flops, layers, traced, computed = [0, 0, 0], [], [], []
         for num_tokens in (100, 200, 300, 400):

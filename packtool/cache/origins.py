@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,6 +22,8 @@ from packtool.config.settings import load_json
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import MismatchError
 
+# Errors of reading a damaged archive of numpy arrays: a zip file that is shortened, or has other bytes or flags.
+DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 _PART_FIELDS = ("turn", "num_turns", "response", "num_responses")
 
 
@@ -66,7 +70,7 @@ class Origins:
                 part = None
                 if "turn" in arrays:
                     part = np.stack([arrays[name].astype(np.int32) for name in _PART_FIELDS], 1)
-        except (OSError, ValueError, KeyError) as error:
+        except DAMAGE_ERRORS as error:
             message = f"{path} cannot be read: {error}"
             raise MismatchError(message, "Remove it; the next checkpoint writes it again.") from error
         return cls(tuple(names["files"]), tuple(names["digests"]), file, row, part)

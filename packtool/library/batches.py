@@ -27,7 +27,7 @@ from packtool.library.training import Targets
 from packtool.planning.steps import StepPlan
 from packtool.train.model.load import input_spec
 from packtool.train.model.loss import label_positions
-from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.checkpoint import Assignment, RunState
 from packtool.train.prepare.figures import units_per_step
 from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.run import Run
@@ -107,8 +107,8 @@ class Batches(Dataset[dict[str, Any]]):
         self.rank: int | Literal["all"] = _rank_in_plan(plan, rank)
         self._config = _train_config(plan, model, options)
         self._prepare(resume_state=None)  # sets the other attributes
-        planned_packs = plan.preview.timeline.first.packs
-        if self._timeline.first.packs.fingerprint != planned_packs.fingerprint:
+        planned_packs = plan.preview.timeline.first_plan.packs
+        if self._timeline.first_plan.packs.fingerprint != planned_packs.fingerprint:
             raise MismatchError(
                 "the caches have changed since the plan was made", "Call packtool.plan again, and check the new plan."
             )
@@ -117,7 +117,7 @@ class Batches(Dataset[dict[str, Any]]):
         """Prepare the micro-batches of the plan, or of the packs that remain after the steps of ``resume_state``."""
         self._resume_state = resume_state
         world = World(size=self.plan.world_size)
-        self._run = Run.of(self._config, world, ResumePoint(before=resume_state), self.plan.preview.inputs)
+        self._run = Run.of(self._config, world, ResumePoint(saved_state=resume_state), self.plan.preview.inputs)
         self._caches = self._run.caches
         self._timeline = self._caches.timeline
         self._tensors = MicroBatches(
@@ -243,7 +243,7 @@ class Batches(Dataset[dict[str, Any]]):
         max_per_step = 1
         for epoch in count(self._first_epoch):
             first_step = epoch_starts[-1]
-            end_of_epoch = self._timeline.stretch(first_step).stop
+            end_of_epoch = self._timeline.span_at(first_step).stop_step
             stop_step = min(end_of_epoch, self.num_steps)
             steps = self._steps_of_epoch(epoch)
             # ``step_offsets`` counts the micro-batches of all ranks, and all have equally many.
@@ -265,7 +265,7 @@ class Batches(Dataset[dict[str, Any]]):
         epochs_differ = config.has_unpadded_batches or config.samples_per_step is not None or timeline.inputs.stages
         if epochs_differ or epoch == self._first_epoch:
             return timeline.plan_of(epoch).steps
-        return timeline.first.steps
+        return timeline.first_plan.steps
 
     def _num_micro_batches(self, epoch: int, step: int) -> int:
         """Return the number of a rank's micro-batches in a step of an epoch, with empty ones for rank "all"."""
@@ -393,5 +393,5 @@ def _rank_in_plan(plan: Plan, rank: int | Literal["all"] | None) -> int | Litera
 
 def _run_state(run_fields: Mapping[str, Any]) -> RunState:
     """Return the state of a run from its fields, in which JSON has made lists of tuples."""
-    assignments = tuple(map(tuple, run_fields["assignments"]))
+    assignments = tuple(Assignment(*each) for each in run_fields["assignments"])
     return RunState(**{**run_fields, "assignments": assignments})

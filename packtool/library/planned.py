@@ -115,7 +115,7 @@ class Plan:
     @property
     def steps(self) -> Sequence[PlannedStep]:
         """The optimizer steps of the first epoch, each with the samples of every rank, micro-batch and pack."""
-        return PlannedSteps(self.preview.timeline.first)
+        return PlannedSteps(self.preview.timeline.first_plan)
 
     @property
     def world_size(self) -> int:

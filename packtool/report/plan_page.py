@@ -115,7 +115,7 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     if stages:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
-        stage_counts = [by_name(stage.counts(), stage.mixture) for stage in timeline.stages]
+        stage_counts = [by_name(stage.source_counts(), stage.mixture) for stage in timeline.stages]
         sources = share_figures(added(stage_counts))
     # An interval of the chart has 100 steps, fewer in a short run, more in a very long one.
     num_steps = len(counts)

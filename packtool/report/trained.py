@@ -157,14 +157,14 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     if index >= segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
     replay = replay_segment(output_dir, segment, stop, model)
-    stretch = replay.timeline.stretch(index)  # the part of the step's epoch that has the same plan
-    plan = stretch.plan
-    plan_step = index - stretch.first
+    span = replay.timeline.span_at(index)  # the part of the step's epoch that has the same plan
+    plan = span.plan
+    plan_step = index - span.first_step
     _, num_trained_steps = segments[-1]
     samples = plan.samples_of(plan_step, plan_step + 1)
     return {
         "step": step,
-        "epoch": stretch.epoch,
+        "epoch": span.epoch,
         "step_in_epoch": plan_step,
         "is_trained": step <= num_trained_steps,
         "num_samples": len(samples),
@@ -302,8 +302,8 @@ def _time_trained(
 
     Without packing, and with Skrull, which divides packs, these are the samples that shared its micro-batch.
     """
-    stretch = replay.timeline.stretch(step)  # the part of the step's epoch that has the same plan
-    plan, plan_step = stretch.plan, step - stretch.first
+    span = replay.timeline.span_at(step)  # the part of the step's epoch that has the same plan
+    plan, plan_step = span.plan, step - span.first_step
     divides_packs = plan.placement is not None
     if plan.summary.options.packing and not divides_packs:
         packs = [plan.packs.pack(pack)]

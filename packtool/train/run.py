@@ -17,7 +17,7 @@ from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.hub import HubUploads
-from packtool.train.prepare.output_dir import checkpoint_of, locked_output_dir, with_resumed_version
+from packtool.train.prepare.output_dir import checkpoint_of, locked_output_dir, with_resumed_folder
 from packtool.train.prepare.parallelism import sequence_parallel_lines
 from packtool.train.prepare.result import TrainResult, settings_lines
 from packtool.train.prepare.run import Run, resume_lines
@@ -50,7 +50,7 @@ def check_without_rows(config: TrainConfig) -> None:
     with imported_at_once():
         from packtool.train.loop.checks import checks_without_rows
 
-    raise_together([partial(checkpoint_of, with_resumed_version(config)), *checks_without_rows(config)])
+    raise_together([partial(checkpoint_of, with_resumed_folder(config)), *checks_without_rows(config)])
 
 
 def prepare(config: TrainConfig, progress: Progress, world: World) -> None:

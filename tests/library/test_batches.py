@@ -51,7 +51,7 @@ def test_batches_equal_those_of_packtool_train(batches: packtool.Batches, tiny: 
             assert torch.equal(batch["shift_labels"], expected.labels)
             assert torch.equal(batch["labels"][:, 1:], expected.labels[:, :-1])
             assert (targets.step, targets.num_items) == (micro_batch, step.figures.units)
-            assert targets.ends_step == (place == step.num_micro_batches)
+            assert targets.ends_step == (place == len(step.planned))
     assert next(iterator, None) is None
     assert batches.num_steps == len(steps) == micro_batch + 1
 
@@ -61,7 +61,7 @@ def test_batches_reuse_the_plan(mixed: bool, tiny: TinyWorld, monkeypatch: pytes
     """Batches take the steps of the plan that they are given; other targets need other steps."""
     plan = packtool.plan(f"{tiny.cache}#8" if mixed else tiny.cache, **PLAN)
     calls: list[str] = []
-    for name in ("plan_epoch", "plan_mixture", "assign_packs", "find_shared", "make_mixture"):
+    for name in ("plan_epoch", "plan_mixture", "assign_packs", "find_shared_prefixes", "make_mixture"):
         planning = getattr(inputs, name)
         monkeypatch.setattr(inputs, name, lambda *a, _n=name, _f=planning, **k: (calls.append(_n), _f(*a, **k))[1])
     batches = packtool.Batches(plan, **HERE)

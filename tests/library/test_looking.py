@@ -73,7 +73,7 @@ def test_plan_is_saved_and_shown_as_a_page(tiny: TinyWorld, tmp_path: Path, caps
     plan = packtool.plan([tiny.cache], **PLAN)
     plan.save(tmp_path / "plan.arrow")
     config = tiny.config(tmp_path / "output", plan=str(tmp_path / "plan.arrow"), gradient_accumulation_steps=2)
-    trained = Run.of(config, World()).timeline.first
+    trained = Run.of(config, World()).timeline.first_plan
     assert trained.fingerprint == plan.fingerprint
     plan.page(tmp_path / "plan.html")
     (command,) = re.findall(r"made by</h3><pre>(.*?)</pre>", (tmp_path / "plan.html").read_text(), re.DOTALL)

@@ -16,6 +16,7 @@ from packtool.errors import DataError
 from packtool.planning.cost import CostModel
 from packtool.planning.epoch import EpochPlan, plan_epoch
 from packtool.planning.options import PlanOptions
+from packtool.train.prepare.checkpoint import Assignment
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.timeline import Timeline
 
@@ -103,21 +104,21 @@ def test_resumed_on_other_ranks_the_steps_keep_their_samples(
     config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", num_train_epochs=2, seed=seed)
     inputs = Inputs(config=config, options=options, lengths=lengths, targets=lengths, media_tokens=media)
     batch_options = options.gradient_accumulation_steps, options.per_device_train_batch_size
-    assignments = [(0, options.world_size, *batch_options)]
+    assignments = [Assignment(0, options.world_size, *batch_options)]
     timeline = Timeline.of(inputs, assignments)
-    other = Timeline.of(inputs, [(0, ranks, *batch_options)])
-    assert other.first.lasting_fingerprint == timeline.first.lasting_fingerprint
+    other = Timeline.of(inputs, [Assignment(0, ranks, *batch_options)])
+    assert other.first_plan.lasting_fingerprint == timeline.first_plan.lasting_fingerprint
     expected = [samples for epoch in (0, 1) for samples in step_samples(timeline.plan_of(epoch))]
     for step in sorted({min(done, timeline.num_steps - 1), min(done + later, timeline.num_steps - 1)}):
-        assignments.append((step, ranks, *batch_options))
+        assignments.append(Assignment(step, ranks, *batch_options))
         timeline = Timeline.of(inputs, assignments)
     assert [trained_in(timeline, each) for each in range(timeline.num_steps)] == expected
 
 
 def trained_in(timeline: Timeline, step: int) -> list[int]:
     """The samples of one step of a run."""
-    stretch = timeline.stretch(step)
-    return step_samples(stretch.plan)[step - stretch.first]
+    span = timeline.span_at(step)
+    return step_samples(span.plan)[step - span.first_step]
 
 
 def test_the_example_in_the_docstring() -> None:

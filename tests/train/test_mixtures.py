@@ -27,6 +27,7 @@ from packtool.progress import SilentProgress
 from packtool.report.tables import train_lines
 from packtool.report.trained import step_figures
 from packtool.train.prepare.caches import portable_recipe
+from packtool.train.prepare.checkpoint import Assignment
 from packtool.train.prepare.figures import RankStep
 from packtool.train.prepare.history import read_ledger
 from packtool.train.prepare.preview import resumed_figures
@@ -248,7 +249,7 @@ def test_epoch_resumes_on_other_ranks(tiny: TinyWorld, caches: tuple[str, str], 
     one, two = (prepared(config, size) for size in (1, 2))
     assert one.state.plan == two.state.plan
     done = one.timeline.steps_per_epoch + 1  # in the second epoch, which is another draw
-    resumed_timeline = Timeline.of(two.source.inputs, ((0, 1, 4, 1), (done, 2, 4, 1)))
+    resumed_timeline = Timeline.of(two.source.inputs, (Assignment(0, 1, 4, 1), Assignment(done, 2, 4, 1)))
     remaining_samples = np.sort(resumed_timeline.plan_of(1).packs.samples)
     assert len(remaining_samples)
     assert np.array_equal(remaining_samples, np.sort(one.timeline.plan_of(1).packs_from(1).samples))
@@ -279,9 +280,9 @@ def test_plan_prints_draws_and_saves_the_shares(
     saved = str(tmp_path / "a.plan")
     assert run([*words, "--save", saved]) == 0
     loaded_run = prepared(tiny.config(tmp_path, cached_dataset=caches, plan=saved, gradient_accumulation_steps=1))
-    trained = loaded_run.timeline.first.packs.samples
+    trained = loaded_run.timeline.first_plan.packs.samples
     assert len(trained) == sum(each["num_samples"] for each in sources.values())
-    summary = loaded_run.timeline.first.summary
+    summary = loaded_run.timeline.first_plan.summary
     assert (summary.num_filtered, summary.num_not_drawn) == (summary.num_cached - len(np.unique(trained)), 0)
 
 

@@ -145,7 +145,7 @@ def test_samples_of_a_skipped_step_have_no_loss(
     monkeypatch.setattr(StepWatch, "before_update", before_bad_update)
     config = tiny.config(tmp_path, **EPOCHS | {"num_train_epochs": 1.0, "save_steps": 9}, on_nan="skip")
     train(config, SilentProgress())
-    plan = Run.of(dataclasses.replace(config, output_dir=str(tmp_path / "planned")), World()).caches.timeline.first
+    plan = Run.of(dataclasses.replace(config, output_dir=str(tmp_path / "planned")), World()).caches.timeline.first_plan
     (losses,) = kept(tmp_path, tiny.cache)
     assert np.flatnonzero(np.isnan(losses)).tolist() == sorted(plan.samples_of(bad_step, bad_step + 1).tolist())
 
@@ -161,9 +161,9 @@ def test_losses_are_those_of_the_step_and_epoch(tiny: TinyWorld, tmp_path: Path)
     lines = read_metrics(tmp_path)
     assert len(lines) == timeline.num_steps == 6
     for step, line in enumerate(lines):
-        stretch = timeline.stretch(step)
-        samples = stretch.plan.samples_of(step - stretch.first, step - stretch.first + 1)
-        losses = (first, second)[stretch.epoch][samples]
+        span = timeline.span_at(step)
+        samples = span.plan.samples_of(step - span.first_step, step - span.first_step + 1)
+        losses = (first, second)[span.epoch][samples]
         assert np.average(losses, weights=targets[samples]) == pytest.approx(line["loss"], rel=1e-5)
 
 

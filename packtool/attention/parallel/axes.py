@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from packtool.config.packing import ParallelOptions
@@ -119,13 +119,13 @@ class Axes:
         ring_size: R; its ranks divide the tokens and exchange K and V.
         ulysses_size: U; its ranks divide the heads.
         kv_exchange: how the ranks of the ring axis get K and V.
-        reason: a sentence for the user.
+        reason: a sentence for the user; not compared.
     """
 
     ring_size: int = 1
     ulysses_size: int = 1
     kv_exchange: KvExchange = "ring"
-    reason: str = ""
+    reason: str = field(default="", compare=False)
 
     @property
     def multiple(self) -> int:

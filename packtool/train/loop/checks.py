@@ -37,7 +37,7 @@ from packtool.train.model.compiled import LIGER_SETTINGS, check_backend, liger_w
 from packtool.train.model.load import has_gpu, input_spec, model_without_weights, resolve_dtype
 from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
-from packtool.train.model.precision import checkpoint_dtype, precision_lines, quantization_config, quantization_line
+from packtool.train.model.precision import checkpoint_dtype, precision_line, quantization_config, quantization_lines
 from packtool.train.model.recompute import budget_of, plan_run
 from packtool.train.model.sharding import check_experts, sharding_arguments
 from packtool.train.model.trainable import adapter_lines
@@ -350,8 +350,8 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
     model, args = _empty_model(run.config, spec.config, run.timeline.num_steps)
     estimate = estimate_run(run, model, spec, dtype)
-    lines = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
-    lines += [*adapter_lines(model, run.config), *quantization_line(model, spec.config.model_type, run.config)]
+    lines = [precision_line(model, dtype, run.config, checkpoint_dtype(spec.config))]
+    lines += [*adapter_lines(model, run.config), *quantization_lines(model, spec.config.model_type, run.config)]
     if run.config.plans_recomputation:
         _, line = plan_run(run, spec, dtype, budget_of(run.config))
         lines.append(line)

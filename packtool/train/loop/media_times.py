@@ -127,7 +127,7 @@ def measure_workers(run: Run, spec: InputSpec) -> int:
     if run.config.dataloader_num_workers is not None or not isinstance(source, CachedSource):
         return workers_of(run)
     spec = dataclasses.replace(spec, media_cache=None)  # which would count these reads
-    planned = source.timeline.stretch(source.start).plan.packs.samples
+    planned = source.timeline.span_at(source.start).plan.packs.samples
     media_tokens = source.reader.index.media_tokens
     with_media = dict.fromkeys(planned[media_tokens[planned] > 0].tolist())
     seconds = num_tokens = 0.0

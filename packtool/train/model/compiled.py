@@ -47,17 +47,17 @@ def compile_layers(model: nn.Module, backend: str) -> int:
             f"--torch-compile true: cannot find the layers of a {type(inner).__name__}", _COMPILE_REMEDY
         )
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MAX_COMPILATIONS)
-    # optimize_ddp would split graphs at DDP's buckets, but each graph ends with its layer anyway.
+    # Each layer is a graph of its own. By default, DDP's buckets of gradients would divide it further.
     dynamo_config.optimize_ddp = False
     layer_classes = {type(layer) for layer in layers}
     compiled_classes = {layer_class: _compiled_class(layer_class, backend) for layer_class in layer_classes}
     for layer in layers:
-        _exclude_experts(layer)
-        layer.__class__ = compiled_classes[type(layer)]
+        _leave_experts_uncompiled(layer)
+        layer.__class__ = compiled_classes[type(layer)]  # a subclass, so weights and hooks of the layer stay
     return len(layers)
 
 
-def _exclude_experts(layer: nn.Module) -> None:
+def _leave_experts_uncompiled(layer: nn.Module) -> None:
     """Let the experts of a layer run without compilation, because their shapes differ in every micro-batch."""
     disable: Any = torch.compiler.disable
     for module in layer.modules():
@@ -82,9 +82,9 @@ def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
 
 def check_backend(backend: str, device: torch.device) -> None:
     """Raise a ConfigError unless a backend compiles a small trial function, forward and backward, on this device."""
-    if backend not in list_backends(exclude_tags=()):
-        # By default list_backends leaves out backends for compiler developers.
-        known = [*list_backends(), *_DEBUG_BACKENDS]
+    all_backends = list_backends(exclude_tags=())
+    if backend not in all_backends:
+        known = [*list_backends(), *_DEBUG_BACKENDS]  # without other backends for developers of compilers
         raise ConfigError(
             f"--torch-compile-backend {backend}: torch has no such backend{did_you_mean(backend, known)}",
             f"Choose from {', '.join(known)}; the default is inductor.",

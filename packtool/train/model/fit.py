@@ -34,7 +34,7 @@ from packtool.simulate.hardware import read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
-from packtool.train.model.precision import quantized_layers, saved_bytes
+from packtool.train.model.precision import bytes_saved_by_quantization, quantized_layers
 from packtool.train.model.recompute import plan_layers
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
@@ -48,7 +48,7 @@ from packtool.train.prepare.figures import (
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.parallelism import axes_of
 from packtool.train.prepare.result import option_words
-from packtool.train.prepare.shared_prefixes import find_shared
+from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 
 MAX_PROPOSALS = 12
 _LENGTH_MULTIPLE = 128
@@ -121,10 +121,8 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     """Search for training settings whose peak memory fits into a GPU of ``--fit`` bytes; keep the user's settings.
 
     The time of all settings is estimated first. Memory takes seconds to trace, so it is traced for the fastest settings
-    first, until ``MAX_PROPOSALS`` settings fit. These become the result's ``proposals``, the fastest first.
-
-    Raises:
-        ConfigError: if no settings fit, naming the nearest; or if training accepts none.
+    first, until ``MAX_PROPOSALS`` settings fit. These become the result's ``proposals``, the fastest first. Raise a
+    ConfigError if no settings fit, or if training accepts none.
     """
     fit = Fit(config)
     runs = fit.accepted_runs()
@@ -159,31 +157,34 @@ class Fit:
     """
 
     def __init__(self, config: PlanConfig) -> None:
-        assert config.fit is not None
+        assert config.fit is not None, "the command has --fit"
+        self.config = config
+        self._gpu_bytes = float(config.fit)
+        self.budget = self._gpu_bytes * Constants().usable_memory
+        self.hardware = read_hardware(config.hardware)
         model = config.model or exported_model(config.cached_dataset[0])
-        self.config, self.hardware = config, read_hardware(config.hardware)
-        self.base = part_of(TrainConfig, config, model=model, share_prefix="false")  # each setting changes some fields
+        # The runs that are compared replace some of these settings.
+        self.base = part_of(TrainConfig, config, model=model, share_prefix="false")
         self.inputs = open_to_train(self.base)
-        _, self.files, self.reader = self.inputs.for_training  # the model's files, and the reader of the caches
         self.max_length = self.inputs.options.max_length
-        self.budget = config.fit * Constants().usable_memory
+        _, self.files, self.reader = self.inputs.for_training
         self.proposals: list[Proposal] = []
         self.num_settings = self.num_tried = 0
+        self._model_config = model_config(self.files.directory)
+        refuse_unsupported(self._model_config)
+        self._media = media_of_caches(self.reader.index, self.files.config)
+        # Many runs have the same packs, plan, sequence parallelism, model or traced passes, which are made once.
         self._packs: dict[int, Any] = {}  # a PackPlan for each packing length
-        # Each plan, sequence parallelism and model is made once, because many settings have the same.
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
-        self._media = media_of_caches(self.reader.index, self.files.config)
-        self._model_config = model_config(self.files.directory)
-        refuse_unsupported(self._model_config)
         self._tracer = CachedTracer()
-        self._memory: dict[str, MemoryEstimate] = {}  # by settings
+        self._memory: dict[str, MemoryEstimate] = {}  # by the settings of a run, as text
 
     def figures(self) -> dict[str, Any]:
         """Return the result by its names in JSON; ``shareable`` is the share of tokens shared prefixes would save."""
         capacity = self.proposals[0].run.packing_length or self.max_length
-        shared, _ = find_shared(
+        shared, _ = find_shared_prefixes(
             self.config, self.files.config, self.reader, capacity=capacity, max_length=self.max_length
         )
         return {
@@ -199,22 +200,26 @@ class Fit:
         }
 
     def _recomputation(self, proposal: Proposal) -> dict[str, Any] | None:
-        """Return the figures of ``--gradient-checkpointing auto`` in place of a proposal's ``true``; takes seconds.
+        """Return the figures of a proposal if ``--gradient-checkpointing auto`` replaced ``true``.
 
         None if the proposal keeps its activations, if the user has set the option, or if layers cannot be planned.
         """
-        if not proposal.run.gradient_checkpointing or self.config.gradient_checkpointing is not None:
+        run = proposal.run
+        if not run.gradient_checkpointing or self.config.gradient_checkpointing is not None:
             return None
-        assert self.config.fit is not None
-        dtype = resolve_dtype(self._model_config, proposal.run, on_gpu=True)
-        configs, world_size = [(proposal.run, proposal.axes)], self.config.world_size
-        settings: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "budget": float(self.config.fit)}
+        assert run.packing_length is not None, "every proposal has one"
         try:
-            layers = plan_layers(configs, proposal.micro_batches, self._model_config, **settings)
+            layers = plan_layers(
+                [(run, proposal.axes)],
+                proposal.micro_batches,
+                self._model_config,
+                dtype=resolve_dtype(self._model_config, run, on_gpu=True),
+                world_size=self.config.world_size,
+                budget=self._gpu_bytes,
+            )
         except UnsupportedModelError:
             return None
-        assert proposal.run.packing_length is not None
-        plan, _ = self._plan(proposal.run.packing_length, proposal.run.sequence_parallel_ranks)
+        plan, _ = self._plan(run.packing_length, run.sequence_parallel_ranks)
         return layers.figures(tokens_per_micro_batch(plan, self.inputs))
 
     def accepted_runs(self) -> list[TrainConfig]:
@@ -282,7 +287,7 @@ class Fit:
             model=self.files.config,
             hardware=self.hardware,
             world_size=self.config.world_size,
-            weight_bytes=num_weights * dtype.itemsize - saved_bytes(quantized, run, dtype.itemsize),
+            weight_bytes=num_weights * dtype.itemsize - bytes_saved_by_quantization(quantized, run, dtype.itemsize),
             gradient_bytes=gradient_bytes,
             trained_bytes=num_trained * dtype.itemsize,
         )

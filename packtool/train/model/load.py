@@ -50,9 +50,9 @@ from packtool.train.model.precision import (
     disable_avx512_layout,
     load_master_weights,
     loaded_dtype,
-    precision_lines,
+    precision_line,
     quantization_config,
-    quantization_line,
+    quantization_lines,
 )
 from packtool.train.model.sharding import expert_sharding, experts_transposed_correctly
 from packtool.train.model.trainable import adapter_lines, attach_adapter, load_adapter_weights, make_trainable
@@ -136,14 +136,15 @@ def load_model(
     if packing:
         refuse_unsupported(config)
     settings: dict[str, Any] = {"dtype": dtype, "quantization_config": None}
-    quantized = None
+    bits_config = None
     if quantization is not None:
-        quantized = quantization_config(quantization, config, dtype, computation_dtype)
-    if quantized is not None and getattr(config, "quantization_config", None):  # the checkpoint is quantized already
+        bits_config = quantization_config(quantization, config, dtype, computation_dtype)
+    is_quantized_already = bool(getattr(config, "quantization_config", None))
+    if bits_config is not None and is_quantized_already:  # then transformers takes the settings from ``config``
         config = copy.deepcopy(config)
-        config.quantization_config = quantized.to_dict()
+        config.quantization_config = bits_config.to_dict()
     else:
-        settings["quantization_config"] = quantized
+        settings["quantization_config"] = bits_config
     if experts is not None:
         settings["distributed_config"] = experts
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
@@ -151,7 +152,7 @@ def load_model(
     if experts is not None:
         # Remove it, so that saved configs do not contain the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
-    if quantized is not None:
+    if bits_config is not None:
         disable_avx512_layout(loaded)
     _drop_unused_conversions(loaded)
     route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
@@ -184,7 +185,7 @@ def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]
     try:
         loaded, loading_info = auto_class(config).from_pretrained(
             model,
-            # A copy, because loading writes the kind of attention into the config, which other models are built from.
+            # A copy, because loading writes the kind of attention into it.
             config=copy.deepcopy(config),
             attn_implementation="sdpa",
             output_loading_info=True,
@@ -241,25 +242,26 @@ def build_model(
     """Load the model that a run trains, make it trainable, and compile its layers if requested.
 
     Returns:
-        the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and the file of each
-        tensor of the base model that transformers does not load, by the tensor's name.
+        the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and the tensors of the
+        base model that transformers does not load, as the path of the file by the name of the tensor.
     """
     config = run.config
     # Every rank, and every run with this seed, initializes adapters with the same random weights.
     set_seed(config.seed)
-    resumed_weights = run.resume_point.weights  # checkpoint to take only the weights from, or None
-    is_adapter = config.train_type != "full"
-    is_random = config.train_from_scratch and resumed_weights is None
-    # With adapters always load the base model, because an adapter stores the name of the loaded model.
-    source = absolute_model(config.model) if resumed_weights is None or is_adapter else resumed_weights
-    model = _load_for_training(None if is_random else source, run, spec, dtype, parallel)
+    resumed_weights = run.resume_point.weights  # checkpoint of which only the weights are loaded, or None
+    trains_adapter = config.train_type != "full"
+    source = None if config.train_from_scratch and resumed_weights is None else absolute_model(config.model)
+    if resumed_weights is not None and not trains_adapter:  # an adapter is loaded onto the base model
+        source = resumed_weights
+    model = _load_for_training(source, run, spec, dtype, parallel)
     saved = SavedPrecision.of(spec.config, model)
-    unloaded = {} if is_adapter or is_random else unloaded_tensors(model, run.source.files.directory)
+    keeps_unloaded = not trains_adapter and source is not None
+    unloaded = unloaded_tensors(model, run.source.files.directory) if keeps_unloaded else {}
     trained = make_trainable(model, config)
     if resumed_weights is not None:
         _load_resumed_weights(trained, resumed_weights, progress)
-    lines = [*precision_lines(trained, dtype, config, saved.dtype), *unloaded_line(unloaded, config.model)]
-    lines += [*adapter_lines(trained, config), *quantization_line(trained, spec.config.model_type, config)]
+    lines = [precision_line(trained, dtype, config, saved.dtype), *unloaded_lines(unloaded, config.model)]
+    lines += [*adapter_lines(trained, config), *quantization_lines(trained, spec.config.model_type, config)]
     for line in lines:
         progress.note(line)
     if config.torch_compile:
@@ -277,9 +279,9 @@ def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str, p
 
 
 def _load_for_training(
-    model: str | None, run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
+    source: str | None, run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
 ) -> PreTrainedModel:
-    """Load a model with the precision, attention, quantization and division of experts of a run."""
+    """Load a model with precision, attention, quantization and experts of a run; without a source, random weights."""
     config = run.config
     weight_dtype = loaded_dtype(dtype, spec.config, config)
     experts = None
@@ -287,7 +289,7 @@ def _load_for_training(
         meta_model = model_without_weights(config, spec.config, weight_dtype)
         experts = expert_sharding(meta_model, config, run.world, dtype)
     return load_model(
-        model,
+        source,
         spec.config,
         dtype=weight_dtype,
         packing=config.removes_padding,
@@ -339,7 +341,7 @@ def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = 
     return {name: name_in_model(name) for name in tensor_files(directory)}
 
 
-def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
+def unloaded_lines(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
     """Yield a line with the tensors that saved models keep from their base model, if there are any."""
     if unloaded:
         names = ", ".join(sorted(unloaded)[:_MAX_SHOWN_TENSORS])
@@ -363,7 +365,7 @@ def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
     saved_shards = sorted(set(saved_files.values()))
     paths = _shard_paths(output, len(saved_shards) + len(names_by_source))
     saved_paths, new_paths = paths[: len(saved_shards)], paths[len(saved_shards) :]
-    # Rename the saved shards, because the name of a shard contains the number of shards.
+    # Rename the saved shards, because the name of a shard contains the number of shards; so no new name exists yet.
     for shard, path in zip(saved_shards, saved_paths, strict=True):
         os.replace(shard, path)
     for (source, names), path in zip(names_by_source.items(), new_paths, strict=True):
@@ -394,10 +396,7 @@ def _write_index(output: str, paths: Sequence[str]) -> None:
     for tensor in tensors:
         begin, end = tensor["data_offsets"]
         num_bytes += end - begin
-    metadata = {
-        "total_parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
-        "total_size": num_bytes,
-    }
+    metadata = {"total_parameters": sum(math.prod(tensor["shape"]) for tensor in tensors), "total_size": num_bytes}
     weight_map = {name: shard for shard, header in headers.items() for name in header}
     with open(os.path.join(output, SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as index_file:
         json.dump({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, index_file, indent=2)

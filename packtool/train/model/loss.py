@@ -181,26 +181,31 @@ class HeadLoss:
     def losses(
         self, model: nn.Module, batch: Batch, entropy_top_k: int = 0, reference: ReferenceModel | None = None
     ) -> TargetLosses:
-        """Run the model, which may be wrapped by now and must return its head's output; return the target losses."""
+        """Run the model, which may be wrapped by now, on a micro-batch, and return the target losses.
+
+        The model must return the output of its head as logits; arguments are those of ``LossFunction``.
+        """
         self._entropy_top_k = entropy_top_k
         self._reference_logits = None
         if reference is not None:
             self._reference_logits = reference.logits
             self._reference_hidden = reference.target_hidden(batch)
-        returned, correct = self._run(model, batch)
+        returned, correct = self._run(model, batch)  # (1, N, columns), and (N,)
         num_columns = 1 if reference is None else 2  # losses, and divergences from the reference model
         if correct is None or returned.shape[0] != 1 or returned.shape[2] != num_columns:
             raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
-        # Keep the returned tensor in the graph: FSDP waits for gradients at what a module returns.
+        # FSDP waits for gradients of the tensor that a module returns, so the losses are computed from this tensor.
         losses = returned[0, :, 0]
         divergences = None if reference is None else returned[0, :, 1]
+        entropies = self._entropies
+        zero = losses.new_zeros(())
         positions = batch.target_positions
+        if not len(positions):  # then the head has returned one loss of 0, see ``_zero_losses``
+            zero = returned.sum()
+            losses = losses[:0]
+            divergences = entropies = losses.detach()
         weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
-        if len(positions):
-            zero = losses.new_zeros(())
-            return TargetLosses(losses, correct, positions, weights, zero, self._entropies, divergences)
-        none = losses.detach()[:0]
-        return TargetLosses(losses[:0], correct, positions, weights, returned.sum(), none, none)
+        return TargetLosses(losses, correct, positions, weights, zero, entropies=entropies, divergences=divergences)
 
     def _run(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the model on a micro-batch; return what it returns as logits, and ``correct`` of ``TargetLosses``.
@@ -218,11 +223,10 @@ class HeadLoss:
         return returned, correct
 
     def _losses_or_logits(self, hidden: Tensor) -> Tensor:
-        """Replace the head's forward: inside ``losses``, return losses (1, N, 1) of hidden states (B, T, D).
+        """Replace the head's forward, which takes hidden states (B, T, D).
 
-        With a reference model, return losses and divergences (1, N, 2). Outside of ``losses``, return logits as the
-        head does. Losses are computed in chunks of targets, whose logits the backward pass recomputes. In ``_correct``,
-        the call leaves whether the most likely token is the label.
+        Inside ``losses``, return losses of the N targets, (1, N, 1); with a reference model, losses and divergences,
+        (1, N, 2); and set ``_correct`` and ``_entropies``. Outside of it, return logits as the head does.
         """
         if self._targets is None:
             return self._head_forward(hidden)
@@ -233,14 +237,15 @@ class HeadLoss:
             return self._zero_losses(hidden)
         chunks = self._chunks(hidden.index_select(0, positions), labels)
         results = _ChunkResults(self._head_forward, self._reference_logits, self._entropy_top_k)
-        # Recomputing a single chunk would save no memory.
+        # The backward pass recomputes the logits of each of several chunks; with one chunk this would save no memory.
         recomputes = len(chunks) > 1 and torch.is_grad_enabled()
         compute: Any = partial(checkpoint, results.losses, use_reentrant=False) if recomputes else results.losses
         losses = [compute(number, *chunk) for number, chunk in enumerate(chunks)]
-        self._correct = torch.cat(list(results.correct.values()))
+        self._correct = torch.cat([results.correct[number] for number in range(len(chunks))])
         if self._entropy_top_k:
-            self._entropies = torch.cat(list(results.entropies.values()))
-        return torch.cat(losses)[None].clone()  # for FSDP a new tensor, not a view
+            self._entropies = torch.cat([results.entropies[number] for number in range(len(chunks))])
+        # For FSDP a new tensor, not a view.
+        return torch.cat(losses).unsqueeze(0).clone()
 
     def _zero_losses(self, hidden: Tensor) -> Tensor:
         """Return losses of a micro-batch without targets, (1, 1, 1), or (1, 1, 2) with a reference model.
@@ -395,7 +400,6 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     """Compute the losses of a micro-batch's targets from the logits of the model, which may be wrapped.
 
     With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
-    Without targets, the sum of the losses is exactly 0 but still depends on the whole model.
     """
     inputs = batch.model_inputs()
     labels = batch.labels
@@ -408,16 +412,16 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     labels = labels.flatten()
     weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
     if not len(positions):
-        zero = logits.float().sum() * 0.0
-        none = zero.detach().new_zeros(0)
-        none_correct = labels.new_zeros(0, dtype=torch.bool)
-        return TargetLosses(none, none_correct, positions, weights, zero, entropies=none)
-    losses, correct = _label_losses(logits, labels)
+        no_losses = logits.new_zeros(0, dtype=torch.float32)
+        no_correct = labels.new_zeros(0, dtype=torch.bool)
+        zero = logits.float().sum() * 0.0  # depends on the whole model
+        return TargetLosses(no_losses, no_correct, positions, weights, zero, entropies=no_losses)
+    losses, correct = _label_losses(logits, labels)  # of all computed positions
     is_target = labels != IGNORE_INDEX
-    if len(losses) != len(positions):  # some computed positions have no label
+    if len(losses) > len(positions):  # a mask waits for the device, so use it only if necessary
         losses, correct = losses[is_target], correct[is_target]
     entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k) if entropy_top_k else None
-    return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()), entropies)
+    return TargetLosses(losses, correct, positions, weights, zero=losses.new_zeros(()), entropies=entropies)
 
 
 def _label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -468,18 +472,18 @@ class RouterBalance:
 
     def __init__(self, model: nn.Module, coefficient: float) -> None:
         self._coefficient = coefficient
-        self._tokens: Tensor | None = None
+        self._tokens: Tensor | None = None  # of the micro-batch inside ``added_to_gradients``
         self._world_size = 1
-        self._share = torch.zeros(())
+        self._layer_weight = torch.zeros(())  # share of the step's tokens in the micro-batch, divided by the layers
         self._balances: list[Tensor] = []
-        logits_index_by_class = _router_classes(model)
+        logits_indices = _logits_index_by_router_class(model)
         self._num_layers = 0
         for module in model.modules():
             # A router's class may be a base class here, because FSDP changes the class of a module to a subclass.
-            for router_class in logits_index_by_class.keys() & set(type(module).__mro__):
+            for router_class in logits_indices.keys() & set(type(module).__mro__):
                 self._num_layers += 1
-                # A partial of a method instead of a closure, because copies of the model would share a closure.
-                module.register_forward_hook(partial(self._after_router, logits_index_by_class[router_class]))
+                # Deep copies of the model get their own copies of this method's object, but would share a closure.
+                module.register_forward_hook(partial(self._after_router, logits_indices[router_class]))
         if not self._num_layers:
             raise ConfigError(
                 f"--router-aux-loss-coef {coefficient:g}: {type(base_model(model)).__name__} has no routers of experts",
@@ -493,7 +497,7 @@ class RouterBalance:
         ``step_tokens`` are those of all samples of the step, on all ranks.
         """
         self._tokens = batch.is_token.flatten()
-        self._share, self._world_size = self._tokens.sum() / max(step_tokens, 1) / self._num_layers, world_size
+        self._layer_weight, self._world_size = self._tokens.sum() / max(step_tokens, 1) / self._num_layers, world_size
         try:
             yield
         finally:
@@ -516,11 +520,11 @@ class RouterBalance:
 
     def backward_of(self, balance: Tensor) -> Tensor:
         """Record a layer's loss, and return its gradient, 0-d; runs once per layer, even if layers are recomputed."""
-        self._balances.append(balance.detach() * self._share)
-        return self._coefficient * self._world_size * self._share
+        self._balances.append(balance.detach() * self._layer_weight)
+        return self._coefficient * self._world_size * self._layer_weight
 
 
-def _router_classes(model: nn.Module) -> dict[type[nn.Module], int]:
+def _logits_index_by_router_class(model: nn.Module) -> dict[type[nn.Module], int]:
     """Return the classes of a model's routers, which transformers' models declare, and the logits' index in outputs."""
     logits_index_by_class = {}
     for module in model.modules():

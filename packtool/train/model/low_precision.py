@@ -48,8 +48,7 @@ def simulate_quantization(model: nn.Module, towers: Towers, run: TrainConfig) ->
                 "Change --qat-group-size, or choose another --qat.",
             )
         layer = FakeQuantizedLinear.from_linear(linear)
-        # from_linear makes new parameters on the meta device.
-        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.weight, layer.bias = linear.weight, linear.bias  # in place of new parameters on the meta device
         layer.activation_fake_quantizer, layer.weight_fake_quantizer = _quantizers(run.qat, group_size)
         model.set_submodule(name, layer)
 
@@ -70,9 +69,9 @@ def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Modu
 
     if recipe == "mxfp4":
         return BlockRounding(_round_mxfp4), BlockRounding(_round_mxfp4)
-    if recipe == "nvfp4":
+    if recipe == "nvfp4":  # besides the scales of blocks, one for each token of the inputs, and one for the weight
         return BlockRounding(_round_nvfp4_tokens), BlockRounding(_round_nvfp4_weight)
-    float8 = Float8FakeQuantizeConfig()  # scales rows, which are tokens of inputs
+    float8 = Float8FakeQuantizeConfig()  # with a scale for each row: for each token of the inputs
     inputs: Any = {
         "int8-int4": IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
         "int4": None,
@@ -85,8 +84,8 @@ def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Modu
         "fp8-int4": Int4WeightFakeQuantizeConfig(group_size, torch.float8_e4m3fn),
         "fp8": float8,
     }[recipe]
-    made: list[Any] = [None if each is None else FakeQuantizerBase.from_config(each) for each in (inputs, weights)]
-    return made[0], made[1]
+    input_quantizer: Any = None if inputs is None else FakeQuantizerBase.from_config(inputs)
+    return input_quantizer, FakeQuantizerBase.from_config(weights)
 
 
 class BlockRounding(nn.Module):
@@ -138,7 +137,7 @@ def use_float8(model: Any, towers: Towers) -> None:
     """Let the linear layers of the language model multiply in float8, in place; the head keeps its precision.
 
     Rows and columns have their own scales (torchao's recipe ``rowwise``). Without a GPU, float8 is emulated. A model on
-    the meta device, for estimates, is only checked, because float8 stores the same tensors for the backward pass.
+    the meta device stays unchanged: estimates of memory are the same, as float8 keeps the same tensors for gradients.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -157,6 +156,6 @@ def use_float8(model: Any, towers: Towers) -> None:
         if linear is not head and not any(size % _FLOAT8_MULTIPLE for size in linear.weight.shape)
     }
     recipe: Any = Float8LinearConfig.from_recipe_name("rowwise")
-    # Numbers of tokens, which weight gradients sum over, are padded to multiples of 16.
+    # Gradients of weights are sums over tokens, whose number is padded to a multiple of 16 (``pad_inner_dim``).
     config = dataclasses.replace(recipe, pad_inner_dim=True, emulate=not on_gpu)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: id(module) in layers)

@@ -35,11 +35,11 @@ from packtool.progress import Progress
 from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
-from packtool.train.model.precision import quantized_layers, saved_bytes, scale_bytes, unsharded_numel
+from packtool.train.model.precision import bytes_saved_by_quantization, quantized_layers, scale_bytes, unsharded_numel
 from packtool.train.model.sharding import expert_weights, shards_weights
 from packtool.train.model.trace import PassBytes, trace_pass
 from packtool.train.prepare.costs import with_recomputing
-from packtool.train.prepare.figures import RankTokens, longest_micro_batches, peak_memory_batches
+from packtool.train.prepare.figures import NO_MEDIA, RankTokens, longest_micro_batches, peak_memory_batches
 from packtool.train.prepare.parallelism import axes_of, with_shares, zero_stage
 from packtool.train.prepare.preview import Preview
 
@@ -54,7 +54,8 @@ PassTracer = Callable[[TrainConfig, PreTrainedConfig, torch.dtype, RankTokens, A
 
 _LOG = logging.getLogger("packtool.train.memory")
 _GIB = 2**30
-_LONG = 1 << 17  # tokens; passes of more than twice as many are extrapolated
+_MAX_TRACED_TOKENS = 1 << 18  # longer passes are extrapolated
+_ASSUMED_LENGTH = 1 << 17  # of the longest sample without --max-length, in tokens
 _FEW_TOKENS, _MORE_TOKENS = 2048, 4096  # traced for the bytes of each token
 _BUCKET_MULTIPLE = 128
 
@@ -132,7 +133,7 @@ def estimate_memory(
         weight_bytes *= 2  # the copy of the initial model
     # A quantized layer is dequantized while it computes.
     dequantized_bytes = max((unsharded_numel(layer.weight) for layer in quantized), default=0) * dtype.itemsize
-    micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
+    micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), NO_MEDIA)
     pass_bytes = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
     known_pass_bytes = [num_bytes for num_bytes in pass_bytes if num_bytes is not None]
     num_tokens = micro_batches[0].computed
@@ -175,8 +176,9 @@ def _weight_bytes(
     weight_bytes += sum(
         unsharded_numel(layer.weight) * (bytes_per_weight - layer.weight.element_size()) for layer in quantized
     )
-    num_scale_bytes = scale_bytes(quantized, config)
-    return weight_bytes - saved_bytes(quantized, config, bytes_per_weight) - num_scale_bytes, num_scale_bytes
+    weight_bytes -= bytes_saved_by_quantization(quantized, config, bytes_per_weight)
+    unsharded_scale_bytes = scale_bytes(quantized, config)
+    return weight_bytes - unsharded_scale_bytes, unsharded_scale_bytes
 
 
 def _optimizer_bytes_per_weight_byte(config: TrainConfig, dtype: torch.dtype) -> int:
@@ -205,27 +207,28 @@ def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]) -> float:
     """Return the unsharded bytes that FSDP or ZeRO-3 holds at its peak.
 
-    These are the weights outside of layers, the weights of the largest layer and of the next one, which is prefetched,
-    and the gradients of one layer. With ``shard_grad_op``, all layers stay unsharded from the forward pass to the
-    backward pass. With expert parallelism, a rank gathers only its own experts. Weights of ``quantized`` layers are
-    gathered in 4 bits.
+    These are the weights outside of layers, the weights and gradients of the largest layer, and the weights of the next
+    layer, which is prefetched and counts as the largest one. With ``shard_grad_op``, the weights of all layers stay
+    unsharded from the forward pass to the backward pass. ``quantized`` are the quantized layers.
     """
     bytes_by_id = _gathered_bytes_by_id(model, dtype, config, quantized)
 
     def gathered_bytes(parameters: Iterable[nn.Parameter]) -> float:
         return sum((bytes_by_id[id(parameter)] for parameter in parameters), 0.0)
 
+    def layer_bytes(layer: nn.Module) -> tuple[float, float]:
+        """Bytes of the weights of a layer, and of its gradients."""
+        trained = (parameter for parameter in layer.parameters() if parameter.requires_grad)
+        return gathered_bytes(layer.parameters()), gathered_bytes(trained)
+
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     bytes_outside = gathered_bytes(parameter for parameter in model.parameters() if id(parameter) not in ids_in_layers)
-    layer_bytes = [(0.0, 0.0)]  # weights and gradients of each layer, after an empty one for models without layers
-    for layer in layers:
-        trained = (parameter for parameter in layer.parameters() if parameter.requires_grad)
-        layer_bytes.append((gathered_bytes(layer.parameters()), gathered_bytes(trained)))
-    max_weight_bytes, gradient_bytes = max(layer_bytes)  # of the layer with the largest weights
-    keeps_all_layers = "shard_grad_op" in config.fsdp
-    weight_bytes = sum(weights for weights, _ in layer_bytes) if keeps_all_layers else 2 * max_weight_bytes
+    max_weight_bytes, gradient_bytes = max(map(layer_bytes, layers), default=(0.0, 0.0))
+    weight_bytes = 2 * max_weight_bytes
+    if "shard_grad_op" in config.fsdp:
+        weight_bytes = sum(gathered_bytes(layer.parameters()) for layer in layers)
     return bytes_outside + weight_bytes + gradient_bytes
 
 
@@ -253,18 +256,20 @@ def traced_bytes(
 ) -> int | None:
     """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable.
 
-    Memory is linear in tokens. Passes of many tokens are therefore extrapolated from two shorter ones; traced as they
-    are, their positions alone could fill this machine's memory. ``trace`` returns the bytes of a pass.
+    Memory is linear in tokens, so that of a long pass is extrapolated from two shorter ones: to trace it, real tensors
+    such as positions might fill this machine's memory. ``trace`` returns the bytes of a pass.
     """
     trace = trace or traced_pass_bytes
     axes = axes or Axes()
     try:
-        # Fewer tokens if images come from a model's own processor, because these are real data while they are traced.
-        num_short = _LONG // 16 if family_of(model_config.to_dict()).processor_inputs else _LONG
-        if tokens.computed <= 2 * num_short:
+        max_traced = _MAX_TRACED_TOKENS
+        if family_of(model_config.to_dict()).processor_inputs:  # images are real data while they are traced
+            max_traced //= 16
+        if tokens.computed <= max_traced:
             return trace(config, model_config, dtype, tokens, axes)
+        num_short = max_traced // 2
         short_bytes = trace(config, model_config, dtype, tokens.scaled(num_short), axes)
-        long_bytes = trace(config, model_config, dtype, tokens.scaled(2 * num_short), axes)
+        long_bytes = trace(config, model_config, dtype, tokens.scaled(max_traced), axes)
         return short_bytes + int((long_bytes - short_bytes) / num_short * (tokens.computed - num_short))
     except (ConfigError, RuntimeError, TypeError, ValueError) as error:
         # The model reads values during its forward, or does not take the batch's inputs.
@@ -302,7 +307,7 @@ class CachedTracer:
     def __call__(
         self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
-        traces, key = self._traces_of(config, dtype), (tokens, dataclasses.replace(axes, reason=""))
+        traces, key = self._traces_of(config, dtype), (tokens, axes)
         if key not in traces:
             traces[key] = traced_pass_bytes(config, model_config, dtype, tokens, axes)
         return traces[key]
@@ -315,12 +320,11 @@ class CachedTracer:
         Comparable passes have no more tokens of any kind, and the same sequence parallelism or none: a pass of a shared
         sequence needs no less memory than one with as many tokens of an unshared sequence.
         """
-        tokens = tokens.scaled(2 * _LONG) if tokens.computed > 2 * _LONG else tokens
-        comparable = (Axes(), dataclasses.replace(axes, reason=""))
+        tokens = tokens.scaled(_MAX_TRACED_TOKENS) if tokens.computed > _MAX_TRACED_TOKENS else tokens
         smaller = (
             num_bytes
             for (traced_tokens, traced_axes), num_bytes in self._traces_of(config, dtype).items()
-            if traced_axes in comparable and traced_tokens.is_at_most(tokens)
+            if traced_axes in (Axes(), axes) and traced_tokens.is_at_most(tokens)
         )
         return max(smaller, default=0)
 
@@ -349,20 +353,19 @@ class PlannedRun(NamedTuple):
 
 def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
     """Return the runs of a plan, one for each packing length and sequence parallel size of its stages."""
-    plan_by_shape = {}
+    plans = {}  # of the first epoch with each packing length and sequence parallel size
     for stage in preview.timeline.stages:
-        shape = stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size
-        first_epoch = next(stage.stretches())
-        plan_by_shape[shape] = first_epoch.plan
-    assert config.model is not None, "checked by the caller"
+        first_span = next(stage.spans())
+        plans[stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size] = first_span.plan
     files = preview.inputs.files
+    assert config.model is not None, "checked by the caller"
     assert files is not None, "--model names them"
     try:
         model = model_config(files.directory)
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
     runs = []
-    for (packing_length, sequence_parallel_size), plan in plan_by_shape.items():
+    for (packing_length, sequence_parallel_size), plan in plans.items():
         run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
         run = with_recomputing(run, knows_memory=config.hardware is not None)
         run = with_shares(run, sequence_parallel_size)
@@ -395,10 +398,9 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
-    """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens that fits into a rank's memory.
+    """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens whose traced pass fits into a rank's memory.
 
-    The size is extrapolated from the bytes that each token adds, then reduced until a traced pass of it fits. Raise a
-    ConfigError if 128 tokens do not fit, or if a vision tower is trained, whose memory depends on images.
+    Raise a ConfigError if not even 128 tokens fit, or if a vision tower is trained, whose memory depends on images.
     """
     if config.bucket_size != "auto":
         return config
@@ -411,20 +413,20 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     dtype = resolve_dtype(model, config, on_gpu=has_gpu(config))
     usable_bytes = _usable_bytes(config)
     # The longest sample decides how ranks share sequences.
-    lengths = np.array([config.max_length or _LONG])
+    lengths = np.array([config.max_length or _ASSUMED_LENGTH])
     axes = axes_of(config, world, ModelFiles.load(config.model), lengths, trained=True)
     fixed_bytes, few_tokens_bytes = _few_tokens_memory(config, model, dtype, world, axes)
     pass_budget = usable_bytes - fixed_bytes  # bytes for the activations of a pass
-    token_bytes = bytes_per_token(config, model, dtype, axes)
-    extrapolated = int(_FEW_TOKENS + (pass_budget - few_tokens_bytes) / token_bytes)
     pass_bytes = partial(_text_pass_bytes, config, model, dtype, axes=axes)
-    num_tokens = _reduce_to_budget(extrapolated, pass_budget, token_bytes, pass_bytes)
     if pass_bytes(_BUCKET_MULTIPLE) > pass_budget:
         raise ConfigError(
             f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
             f"{usable_bytes / _GIB:.1f} GiB",
             "Shard them with --fsdp full_shard, train adapters with --train-type lora, or give a number of tokens.",
         )
+    token_bytes = bytes_per_token(config, model, dtype, axes)
+    num_more_tokens = (pass_budget - few_tokens_bytes) / token_bytes  # that fit besides the few tokens
+    num_tokens = _reduce_to_budget(int(_FEW_TOKENS + num_more_tokens), pass_budget, token_bytes, pass_bytes)
     progress.note(
         f"bucket size: {num_tokens:,} tokens per process; weights, gradients and optimizer need "
         f"{fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} GiB, and each token {token_bytes / 1024:,.1f} KiB"

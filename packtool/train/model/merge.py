@@ -23,7 +23,7 @@ from packtool.train.model.load import (
     load_model,
     quiet_transformers,
     restore_float32_weights,
-    unloaded_line,
+    unloaded_lines,
     unloaded_tensors,
 )
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype
@@ -46,11 +46,8 @@ class MergeResult:
 def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     """Merge an adapter into its base model, and write the model with tokenizer, processor and settings.
 
-    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU.
-
-    Raises:
-        ConfigError: if ``--adapter`` is not an adapter, or ``--output`` is not empty.
-        StorageError: if the model cannot be written; incomplete files are deleted.
+    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU. If the
+    model cannot be written, incomplete files are deleted.
     """
     trained = TrainedModel.find(config.adapter, config.base_model)
     if trained.adapter is None:
@@ -66,18 +63,17 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         # In the checkpoint's precision, because only the sums are rounded to the precision of the output.
         model = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
         restore_float32_weights(model, base_directory)
-        saved = SavedPrecision.of(base_config, model)
+        float32_names = SavedPrecision.of(base_config, model).float32_names
         unloaded = unloaded_tensors(model, base_directory)
         merged, num_merged = _merge(model, trained.adapter)
-        # By default, weights that the model's class always keeps in float32 stay so.
-        kept_names = saved.float32_names if config.torch_dtype == "auto" else frozenset()
-        _round_weights(merged, dtype, kept_names)
+        # By default, weights that the model's class always keeps in float32 are not converted.
+        _convert_weights(merged, dtype, float32_names if config.torch_dtype == "auto" else ())
         with _new_directory(output) as incomplete:
             merged.save_pretrained(incomplete)
             add_unloaded_tensors(incomplete, unloaded)
             copy_processor(base_directory, incomplete)
             copy_processor(trained.adapter, incomplete)  # replaces the chat template by that of the training
-        for line in unloaded_line(unloaded, trained.base):
+        for line in unloaded_lines(unloaded, trained.base):
             progress.note(line)
     return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
 
@@ -108,7 +104,7 @@ def _merge(model: Any, adapter: str) -> tuple[Any, int]:
     return adapted.unload(), len(layers)
 
 
-def _round_weights(model: nn.Module, dtype: torch.dtype, kept_names: Collection[str]) -> None:
+def _convert_weights(model: nn.Module, dtype: torch.dtype, kept_names: Collection[str]) -> None:
     """Convert all weights of a model except ``kept_names``, in place."""
     for name, parameter in model.named_parameters():
         if name not in kept_names:

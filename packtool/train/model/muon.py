@@ -27,11 +27,11 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        # Both optimizers, made for a placeholder weight, only supply settings and ``step``; groups and states of the
-        # real weights belong to this optimizer.
+        # These two optimizers, made for a placeholder weight, only supply settings and the computation of a step. The
+        # groups and states of the real weights belong to the optimizer that is made here.
         muon = Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         adamw = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        self._optimizers = {True: muon, False: adamw}  # by ``is_muon`` of a group
+        self._optimizers = {True: muon, False: adamw}  # by whether a group of weights "is_muon"
         weights_by_is_muon: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, weight in named_parameters:
             if weight.requires_grad:

@@ -68,11 +68,11 @@ def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig)
     if run.torch_dtype == "float32":
         return torch.float32
     loses_digits = dtype in _HALF_PRECISION and dtype != checkpoint_dtype(config)
-    # Expert parallelism shards weights while they are read, so raise_to_float32 comes too late.
+    # Expert parallelism shards weights while they are read, so convert_trained_to_float32 comes too late.
     return torch.float32 if (loses_digits or run.shares_experts) and keeps_masters(run) else dtype
 
 
-def raise_to_float32(model: nn.Module) -> None:
+def convert_trained_to_float32(model: nn.Module) -> None:
     """Convert trained weights to float32, in place; frozen ones keep their precision.
 
     If only the bias of a norm is trained, its scale is converted too, because a norm needs both in one precision.
@@ -85,14 +85,14 @@ def raise_to_float32(model: nn.Module) -> None:
                 parameter.data = parameter.data.float()
 
 
-def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
-    """Yield one line about the precision of a run's weights in memory, in the computation and in checkpoints.
+def precision_line(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved_dtype: torch.dtype) -> str:
+    """Describe the precision of a run's weights in memory, in the computation and in checkpoints.
 
-    ``dtype`` is the precision of the computation, and ``saved`` that of checkpoints.
+    ``dtype`` is the precision of the computation, and ``saved_dtype`` that of checkpoints.
     """
     trained_dtypes = _dtype_names(weight for weight in model.parameters() if weight.requires_grad)
     frozen_dtypes = _dtype_names(weight for weight in model.parameters() if not weight.requires_grad)
-    frozen_dtypes -= {"int8", "uint8"}  # of quantized weights, which quantization_line describes
+    frozen_dtypes -= {"int8", "uint8"}  # of quantized weights, which quantization_lines describes
     trained = ", ".join(sorted(trained_dtypes))
     if run.train_type == "full" and run.master_weights == "kahan":
         trained += " plus the digits that rounding discards (kahan)"
@@ -105,8 +105,8 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
         statements.append(f"frozen weights: {', '.join(sorted(frozen_dtypes))}")
     statements.append(f"computed in {_name(dtype)}")
     if not isinstance(model, PeftModel):
-        statements.append(f"saved as {_name(saved)}")
-    yield "; ".join(statements)
+        statements.append(f"saved as {_name(saved_dtype)}")
+    return "; ".join(statements)
 
 
 def _dtype_names(weights: Iterable[Tensor]) -> set[str]:
@@ -135,7 +135,7 @@ class SavedPrecision:
         float32_names = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
         return cls(checkpoint_dtype(config), frozenset(float32_names))
 
-    def rounds(self, name: str, weight: Tensor) -> bool:
+    def is_rounded(self, name: str, weight: Tensor) -> bool:
         """Return whether saving rounds a weight, of any shape."""
         return weight.dtype == torch.float32 and self.dtype in _HALF_PRECISION and name not in self.float32_names
 
@@ -148,7 +148,7 @@ class SavedPrecision:
         rounded: dict[tuple[int, torch.Size], Tensor] = {}
         saved = dict(state)
         for name, weight in state.items():
-            if self.rounds(name, weight):
+            if self.is_rounded(name, weight):
                 key = weight.data_ptr(), weight.shape
                 if key not in rounded:
                     short = weight.to(self.dtype)
@@ -160,20 +160,21 @@ class SavedPrecision:
 def save_master_weights(
     model: nn.Module, saved: SavedPrecision, checkpoint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the master weights: trained weights that the model files of a checkpoint do not have as they are in memory.
+    """Write the master weights of a checkpoint: trained weights in the precision of the memory.
 
-    These files have some weights in lower precision. And they have some under other names, such as the experts of a
-    mixture, which transformers saves one by one: a resumed Trainer would not find them and keep the initial weights.
+    Weights that the model files have unrounded and under the same name are left out. Some have other names there, such
+    as the experts of a mixture, which transformers saves one by one: a resumed Trainer would not find them.
 
     Args:
-        saved: precision of the model files.
-        checkpoint: directory whose model files are already written.
-        weights: full weights of any shape by name, if the model is sharded; all trained ones are written then.
+        saved: precision of the model files, which are already written.
+        weights: if the model is sharded, its full weights of any shape by name; then all trained weights are written.
     """
-    saved_names = set(_saved_weights(checkpoint)) if weights is None else set()
+    saved_names: set[str] = set()
+    if weights is None:
+        saved_names.update(_saved_weights(checkpoint))
     masters = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (name not in saved_names or saved.rounds(name, parameter)):
+        if parameter.requires_grad and (name not in saved_names or saved.is_rounded(name, parameter)):
             weight = parameter if weights is None else weights[name]
             masters[name] = weight.detach().contiguous()
     if masters:
@@ -300,9 +301,9 @@ def quantization_config(
     """Return the quantization for ``from_pretrained``; None without ``--quant-bits``; raise if it is impossible.
 
     Args:
-        dtype: precision of the weights that are not quantized.
-        computation_dtype: precision of the computation, by default ``dtype``. Sharded 4-bit weights are stored as
-            numbers of this type, because FSDP and DeepSpeed shard only floating-point numbers and convert other types.
+        dtype: precision of the weights that are not quantized, in which quantized layers compute.
+        computation_dtype: precision in which FSDP or DeepSpeed computes, by default ``dtype``. Sharded 4-bit weights
+            are stored as numbers of this type, because both would convert numbers of another type.
     """
     if options.quant_bits is None:
         return None
@@ -315,10 +316,10 @@ def quantization_config(
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
     storage_dtype = (computation_dtype or dtype) if is_sharded else None
-    stored = getattr(config, "quantization_config", None)
-    if stored:
-        _check_stored_quantization(stored, options, storage_dtype)
-        return BitsAndBytesConfig(**{**stored, "bnb_4bit_compute_dtype": dtype})  # type: ignore[no-untyped-call]
+    stored_config = getattr(config, "quantization_config", None)
+    if stored_config:  # the checkpoint is already quantized
+        _check_stored_quantization(stored_config, options, storage_dtype)
+        return BitsAndBytesConfig(**{**stored_config, "bnb_4bit_compute_dtype": dtype})  # type: ignore[no-untyped-call]
     uses_4_bits = options.quant_bits == 4
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=uses_4_bits,
@@ -388,7 +389,7 @@ def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOpt
     return layers
 
 
-def saved_bytes(layers: list[Any], options: QuantizationOptions, weight_bytes: int) -> int:
+def bytes_saved_by_quantization(layers: list[Any], options: QuantizationOptions, weight_bytes: int) -> int:
     """Return the bytes that quantization of these layers saves; ``weight_bytes`` are those of one weight."""
     num_weights = sum(unsharded_numel(layer.weight) for layer in layers)
     bytes_per_weight = 0.5 if options.quant_bits == 4 else 1
@@ -403,7 +404,7 @@ def scale_bytes(layers: list[Any], options: QuantizationOptions) -> int:
     return round(sum(unsharded_numel(layer.weight) for layer in layers) * bytes_per_weight)
 
 
-def quantization_line(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[str]:
+def quantization_lines(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[str]:
     """Return a line about the number of quantized weights; none without ``--quant-bits``."""
     if options.quant_bits is None:
         return []

@@ -93,33 +93,34 @@ class LayerPlan:
 
     Args:
         budget: bytes that a pass may use, besides weights, gradients and optimizer.
-        keeping, recomputing: bounds of passes in which no layer of the language model recomputes, and in which all do.
+        without_recomputation, with_recomputation: bounds of passes in which no layer of the language model recomputes,
+            and in which all do.
         saved_shares: share of the saved bytes that the first k of L layers save, float (L + 1,), from 0 to 1.
         fixed: bytes of weights, gradients and optimizer.
         layer_flops: upper bound of the FLOPs of recomputing all layers, relative to a pass that keeps all activations.
     """
 
     budget: float
-    keeping: PassBound
-    recomputing: PassBound
+    without_recomputation: PassBound
+    with_recomputation: PassBound
     saved_shares: npt.NDArray[np.float64]
     fixed: float = 0.0
     layer_flops: float = 0.0
 
     def num_layers(self, **tokens: Any) -> Any:
         """Number of layers of the language model that must recompute."""
-        kept_bytes = self.keeping(**tokens)
-        saved_bytes = np.maximum(kept_bytes - self.recomputing(**tokens), 1.0)
+        kept_bytes = self.without_recomputation(**tokens)
+        saved_bytes = np.maximum(kept_bytes - self.with_recomputation(**tokens), 1.0)
         return np.searchsorted(self.saved_shares, np.clip((kept_bytes - self.budget) / saved_bytes, 0.0, 1.0))
 
     def exceeds(self, **tokens: Any) -> Any:
         """Return whether a pass may exceed the budget although all layers of the language model recompute."""
-        return self.recomputing(**tokens) > self.budget
+        return self.with_recomputation(**tokens) > self.budget
 
     def peak(self, **tokens: Any) -> Any:
         """Bound of the bytes of a rank in a pass with these tokens, weights, gradients and optimizer included."""
-        kept_bytes = self.keeping(**tokens)
-        saved_bytes = np.maximum(kept_bytes - self.recomputing(**tokens), 0.0)
+        kept_bytes = self.without_recomputation(**tokens)
+        saved_bytes = np.maximum(kept_bytes - self.with_recomputation(**tokens), 0.0)
         return self.fixed + kept_bytes - self.saved_shares[self.num_layers(**tokens)] * saved_bytes
 
     def figures(self, tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def budget_of(config: TrainConfig) -> float | None:
 
 
 def plan_run(run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None) -> tuple[LayerPlan | None, str]:
-    """Plan the layers of a run with ``--gradient-checkpointing auto``; takes seconds.
+    """Plan the layers that recompute in a run with ``--gradient-checkpointing auto``; takes seconds.
 
     Args:
         budget: memory of the smallest device of the run, in bytes; None if unknown.
@@ -172,41 +173,43 @@ def plan_run(run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None
         the plan, or None if all layers recompute; and a line for the user.
     """
     configs = run.step_configs
-    peaks = [tokens for number in range(len(configs)) for tokens in run.peak_memory_batches(number)]
+    peaks = [batch for number in range(len(configs)) for batch in run.peak_memory_batches(number)]
     try:
-        plan = plan_layers(configs, peaks, spec.config, dtype=dtype, world_size=run.world.size, budget=budget)
+        layer_plan = plan_layers(configs, peaks, spec.config, dtype=dtype, world_size=run.world.size, budget=budget)
     except UnsupportedModelError as error:
         return None, _all_layers_line(error)
-    tokens = _tokens_of_batches(peaks)
-    # Rows of a stream are not read yet, and padding is not in the plan.
     if run.config.removes_padding and isinstance(run.source, CachedSource):
-        tokens = dict(tokens_per_micro_batch(run.source.timeline.stretch(run.start).plan, run.source.inputs))
-    return plan, plan.line(tokens)
+        epoch_plan = run.source.timeline.span_at(run.start).plan
+        return layer_plan, layer_plan.line(tokens_per_micro_batch(epoch_plan, run.source.inputs))
+    # Lengths of streamed or padded micro-batches are not known yet.
+    return layer_plan, layer_plan.line(_tokens_of_batches(peaks))
 
 
 def planned_layers(config: PlanConfig, preview: Preview) -> list[tuple[dict[str, Any] | None, str]]:
-    """Plan the layers that recompute in the runs of a plan that do so by ``auto``; takes seconds.
+    """Plan the layers that recompute, for each run of a plan that decides this by ``auto``; takes seconds.
 
     Returns:
-        for each run, the figures of all micro-batches by their names in JSON, or None if all layers recompute; and a
-        line for the user.
+        for each of these runs, the figures of all micro-batches by their names in JSON, or None if all layers
+        recompute; and a line for the user.
     """
-    planned: list[tuple[dict[str, Any] | None, str]] = []
+    results: list[tuple[dict[str, Any] | None, str]] = []
     for run in planned_runs(config, preview):
         if not run.config.plans_recomputation:
             continue
-        settings: dict[str, Any] = {"dtype": run.dtype, "world_size": config.world_size}
-        budget = budget_of(dataclasses.replace(run.config, dry_run=True))
+        configs = [(run.config, run.axes)]
+        budget = budget_of(dataclasses.replace(run.config, dry_run=True))  # of the planned hardware
+        settings: dict[str, Any] = {"dtype": run.dtype, "world_size": config.world_size, "budget": budget}
         try:
-            plan = plan_layers([(run.config, run.axes)], run.micro_batches, run.model, **settings, budget=budget)
+            layer_plan = plan_layers(configs, run.micro_batches, run.model, **settings)
         except UnsupportedModelError as error:
-            planned.append((None, _all_layers_line(error)))
+            results.append((None, _all_layers_line(error)))
             continue
-        tokens = _tokens_of_batches(run.micro_batches)
         if run.config.removes_padding and preview.inputs.reader is not None:
-            tokens = dict(tokens_per_micro_batch(run.plan, preview.inputs))
-        planned.append((plan.figures(tokens), plan.line(tokens)))
-    return planned
+            tokens: Mapping[str, Any] = tokens_per_micro_batch(run.plan, preview.inputs)
+        else:
+            tokens = _tokens_of_batches(run.micro_batches)
+        results.append((layer_plan.figures(tokens), layer_plan.line(tokens)))
+    return results
 
 
 def _all_layers_line(error: UnsupportedModelError) -> str:
@@ -227,28 +230,30 @@ def plan_layers(
     world_size: int,
     budget: float | None,
 ) -> LayerPlan:
-    """Plan the layers by the settings of all steps and the ``peaks``, the micro-batches that may need most memory.
+    """Plan how many layers recompute, by the settings of all steps and the bytes of traced passes.
 
-    An UnsupportedModelError tells why all layers must recompute.
+    ``peaks`` are the micro-batches that may need most memory, and ``budget`` is the memory of a device in bytes, None
+    if unknown. If layers cannot be planned, so that all must recompute, raise an UnsupportedModelError with the reason.
     """
     config, axes = max(configs, key=lambda pair: pair[0].packing_length or 0)
     if budget is None:
         raise UnsupportedModelError("the memory of the device is unknown", "Give --memory-budget.")
-    if len({dataclasses.replace(each, reason="") for _, each in configs}) > 1:
+    if any(other_axes != axes for _, other_axes in configs):
         raise UnsupportedModelError("the stages differ in --sequence-parallel-size", "")
     model = model_without_weights(config, model_config, dtype)
     if not switchable_layers(model):
         raise UnsupportedModelError(f"layers of a {model_config.model_type} model cannot be switched one by one", "")
     settings: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "micro_batches": peaks, "axes": axes}
-    fixed = estimate_memory(config, model, model_config, **settings, trace=lambda *_: 0).total * _GIB
-    pass_budget = _pass_budget(config, budget, fixed)
-    keeping, kept_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=False)
-    recomputing, recomputed_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=True)
+    settings["trace"] = lambda *_: 0  # the bytes of a pass, which are bounded below
+    fixed_bytes = estimate_memory(config, model, model_config, **settings).total * _GIB
+    pass_budget = _usable_pass_bytes(config, budget, fixed_bytes)
+    kept_bound, kept_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=False)
+    recomputed_bound, recomputed_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=True)
     saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)  # by each layer, (L,)
     saved_shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
-    saved_shares[-1] = 1.0
+    saved_shares[-1] = 1.0  # also if rounding, or a sum of 0, makes it less
     layer_flops = _layer_flops(config, model_config)
-    return LayerPlan(pass_budget, keeping, recomputing, saved_shares, fixed, layer_flops)
+    return LayerPlan(pass_budget, kept_bound, recomputed_bound, saved_shares, fixed_bytes, layer_flops)
 
 
 def _layer_flops(config: TrainConfig, model_config: PreTrainedConfig) -> float:
@@ -258,8 +263,8 @@ def _layer_flops(config: TrainConfig, model_config: PreTrainedConfig) -> float:
     """
     every_layer = dataclasses.replace(config, gradient_checkpointing=True, memory_budget=None)
     costs = RunCosts.of(every_layer, model_config.to_dict())
-    pass_flops = costs.model.per_token + costs.model.per_target_token / 2
-    return (costs.hardware.per_token - costs.model.per_token) / pass_flops
+    pass_flops = costs.without_recomputation.per_token + costs.without_recomputation.per_target_token / 2
+    return (costs.with_recomputation.per_token - costs.without_recomputation.per_token) / pass_flops
 
 
 def _trace_passes(
@@ -271,42 +276,43 @@ def _trace_passes(
     *,
     recomputes: bool,
 ) -> tuple[PassBound, npt.NDArray[np.float64]]:
-    """Return the bound of passes, and the bytes that each layer keeps in the longest one, (L,).
+    """Trace passes in which all layers of the language model recompute, or none does.
 
-    With ``recomputes``, all layers of the language model recompute; without, none does.
+    Returns:
+        the bound of the bytes of passes; and the bytes that each layer keeps in the longest traced pass, (L,).
     """
     # By default, towers recompute only if the layers of the language model do not suffice.
     in_towers = bool(config.vit_gradient_checkpointing)
     options: dict[str, Any] = {"gradient_checkpointing": recomputes, "vit_gradient_checkpointing": in_towers}
     config = dataclasses.replace(config, memory_budget=None, **options)
-    passes: list[PassBytes] = []
+    passes: list[PassBytes] = []  # all traced passes
 
-    def trace_peak(*args: Any) -> int:
+    def trace_pass(*args: Any) -> int:
         passes.append(traced_pass(*args))
         return passes[-1].peak
 
-    def trace(tokens: RankTokens) -> int:
-        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_peak)
+    def peak_bytes(tokens: RankTokens) -> int:
+        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_pass)
         if num_bytes is None:
             raise UnsupportedModelError(f"the memory of a {model_config.model_type} model cannot be traced", "")
         return num_bytes
 
-    # Where layers communicate, all ranks must recompute the same layers: those that a full micro-batch needs.
-    # FSDP is no such case, because it gathers weights before the forward that is recomputed, and not in it.
+    # Ranks that communicate in the forward pass of a layer must all recompute the same layers, so every micro-batch
+    # counts as the largest one. With FSDP this is not necessary: it gathers weights before that forward pass.
     if config.sequence_parallel_ranks > 1 or config.shares_experts or zero_stage(config) == 3:
-        bound = PassBound(max(map(trace, peaks)))
+        bound = PassBound(floor=max(map(peak_bytes, peaks)))
     else:
-        bound = PassBound.traced(trace, *_traced_tokens(peaks, model_config))
-    longest_pass = max(passes, key=lambda each: each.kept)
+        bound = PassBound.traced(peak_bytes, *_traced_tokens(peaks, model_config))
+    longest_pass = max(passes, key=lambda traced: traced.kept)
     return bound, np.array(longest_pass.layers, np.float64)
 
 
-def _pass_budget(config: TrainConfig, budget: float, fixed: float) -> float:
-    """Return the usable bytes of ``budget`` besides the ``fixed`` ones; raise if there are none."""
-    usable = budget * Constants().usable_memory
-    if fixed < usable:
-        return usable - fixed
-    problem = f"weights, gradients and optimizer need {fixed / _GIB:.2f} of {usable / _GIB:.2f} usable GiB"
+def _usable_pass_bytes(config: TrainConfig, budget: float, fixed_bytes: float) -> float:
+    """Return the usable bytes of ``budget`` besides the fixed ones; raise if there are none."""
+    usable_bytes = budget * Constants().usable_memory
+    if fixed_bytes < usable_bytes:
+        return usable_bytes - fixed_bytes
+    problem = f"weights, gradients and optimizer need {fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} usable GiB"
     if config.memory_budget is None:
         raise UnsupportedModelError(problem, "")
     raise ConfigError(

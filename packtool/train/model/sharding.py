@@ -69,14 +69,16 @@ def experts_transposed_correctly() -> Iterator[None]:
     original: Any = operation.convert
 
     def convert(self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace ``Transpose.convert``; the source and target patterns are in ``args`` or ``kwargs``."""
+        """Replace ``Transpose.convert``, which converts the only tensor of ``input_dict``."""
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
-        parameter = kwargs["model"].get_parameter(kwargs["full_layer_name"]) if self.check_dims else None
-        if parameter is None or tensor.shape[1:] != parameter.shape[1:]:
-            return original(self, input_dict, *args, **kwargs)
-        patterns = (kwargs[name] for name in _PATTERNS if name in kwargs)
-        return {self.get_target_pattern(input_dict, *args, *patterns): tensor}
+        if self.check_dims:  # the operation transposes only if shapes differ
+            parameter = kwargs["model"].get_parameter(kwargs["full_layer_name"])
+            if tensor.shape[1:] == parameter.shape[1:]:
+                # The source and target patterns are in ``args`` or ``kwargs``.
+                patterns = [kwargs[name] for name in _PATTERNS if name in kwargs]
+                return {self.get_target_pattern(input_dict, *args, *patterns): tensor}
+        return original(self, input_dict, *args, **kwargs)
 
     operation.convert = convert
     try:

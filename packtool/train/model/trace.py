@@ -69,26 +69,27 @@ def trace_pass(
     *,
     autocast: torch.dtype | None = None,
 ) -> PassBytes:
-    """Trace the memory of a micro-batch's forward and backward pass.
+    """Trace the memory of a micro-batch's forward and backward pass with fake tensors, which have no data.
 
     Args:
         model: made trainable, on the meta device; unusable afterwards.
         spec: the model's properties; the model's directory is read if it has its own processor for images.
-        tokens: numbers of tokens of the micro-batch; half of the tokens are targets.
+        tokens: numbers of tokens of the micro-batch.
         axes: how ranks share a sequence; by default each rank has its own.
         autocast: precision of the computation if weights have another precision.
     """
     axes = axes or Axes()
     batch = traced_batch(spec, tokens, axes)
     set_traced_attention(model, _absent_ranks(batch, axes))
-    # Autograd creates its threads at its first backward pass, for the devices that it finds. Under FakeTensorMode it
-    # would not find real GPUs, so a real backward pass comes first.
+    # The first backward pass of a process starts the threads of autograd, one for each device. This must happen outside
+    # of FakeTensorMode, which hides the GPUs.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     # Non-fake inputs are allowed because models also create real tensors, for example positions from numpy.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _real_window_indices(model):
-        _create_weights(model)
+        _create_fake_weights(model)
         model.train()
-        if not spec.family.processor_inputs:  # models read values among a processor's inputs, which stay real
+        # The inputs that a model's own processor makes stay real, because the model reads values among them.
+        if not spec.family.processor_inputs:
             batch = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
         return run_pass(model, batch, autocast)
 
@@ -145,21 +146,22 @@ def _recorded_layers(layers: Sequence[nn.Module], live: _LiveBytes) -> Iterator[
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     """Return a micro-batch of one document with one wide image and one sound, which need as much memory as several.
 
-    Pixels and mel frames are on the meta device. If ranks share a sequence, the batch is that of the rank that needs
-    most memory.
+    Half of its tokens are targets. Pixels and mel frames are on the meta device. With sequence parallelism, the batch
+    is that of the rank that needs most memory.
     """
     num_tokens = tokens.computed
-    if axes.ring_size > 1:  # a ring gives each rank two chunks of equal length
-        num_tokens += num_tokens % 2
+    if axes.ring_size > 1:
+        num_tokens += num_tokens % 2  # a ring gives each rank two chunks of equal length
     num_targets = num_tokens // 2
     fields = _batch_fields(spec, tokens, num_tokens, num_targets)
     if axes.ring_size * axes.ulysses_size > 1:
         shard = _traced_shard(tokens, axes, num_tokens)
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
-    if not tokens.keys:
+    has_shared_prefixes = tokens.keys > 0
+    if not has_shared_prefixes:
         return PackedBatch(**fields)
-    # Shared prefixes: queries attend to more keys than there are tokens.
+    # Keys of a shared prefix are repeated for each of its documents, so there are more keys than tokens.
     num_keys = max(tokens.keys, num_tokens)
     return TreeBatch(
         **fields,
@@ -168,7 +170,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         key_lengths=(num_keys,),
         target_counts=torch.ones(1, num_targets, dtype=torch.int64),
         sample_targets=torch.stack((torch.zeros(num_targets, dtype=torch.int64), torch.arange(num_targets))),
-        sample_ends=(0,),
+        sample_ends=(0,),  # the only document ends the only sample
     )
 
 
@@ -241,7 +243,7 @@ def _wide_image(spec: InputSpec, num_tokens: int) -> dict[str, Tensor]:
     }
 
 
-def _create_weights(model: nn.Module) -> None:
+def _create_fake_weights(model: nn.Module) -> None:
     """Replace a meta model's weights by fake ones on the CPU, with gradients if they are trained."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -43,11 +43,11 @@ from packtool.encode.families import Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model.loss import base_model
 from packtool.train.model.low_precision import simulate_quantization, use_float8
-from packtool.train.model.precision import keeps_masters, raise_to_float32, unsharded_numel
+from packtool.train.model.precision import convert_trained_to_float32, keeps_masters, unsharded_numel
 from packtool.train.prepare.trained import ADAPTER_FILE, describe_non_adapter, is_adapter
 
 # Initializations that change the model's own weights, and therefore need them.
-_NEEDS_WEIGHTS = ("pissa", "olora")
+_COMPUTED_FROM_WEIGHTS = ("pissa", "olora")
 _LINEAR = (nn.Linear, Conv1D)  # GPT-2's Conv1D is a linear layer with transposed weights
 _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MAX_SHOWN_NAMES = 4
@@ -84,9 +84,9 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def tower_prefixes(model: nn.Module, model_type: str) -> Towers:
-    """Return the prefixes of parameter names by part of a model, with the modules that no forward pass uses.
+    """Return the prefixes of the parameter names of a model's towers and aligner, and of modules without a use.
 
-    Unused are the modules that the model's family names, and those that the model's configuration skips.
+    No forward pass uses the modules that the model's family names as unused, and those that its configuration skips.
     """
     towers = family_of({"model_type": model_type}).towers
     module_names = {_bare_name(name) for name, _ in model.named_modules()}
@@ -123,39 +123,38 @@ def _unused_vision_layers(model: nn.Module, vision_tower: str, feature_layers: S
                 yield f"{name}.{number}"
 
 
-def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
+def make_trainable(model: PreTrainedModel, config: TrainConfig) -> PreTrainedModel | PeftModel:
     """Prepare a model for training, in place, and return it: as it is, or with adapters inside a PeftModel.
 
     Sets gradient checkpointing of language model and towers, freezes parameters or adds adapters, and converts trained
     weights to float32.
     """
     towers = tower_prefixes(model, model.config.model_type)
-    _set_checkpointing(model, towers, run)
-    if run.train_type != "full":
-        adapted = add_adapters(model, towers, run)
-        for name, parameter in adapted.named_parameters():
-            if towers.is_unused(_bare_name(name)):
-                parameter.requires_grad_(False)
-        # peft converts adapters only, not biases and modules that are trained in full.
-        if run.deepspeed is None:
-            raise_to_float32(adapted)
-        return adapted
-    _set_requires_grad(model, towers, run)
-    if keeps_masters(run):
-        raise_to_float32(model)
-    if run.qat is not None:
-        simulate_quantization(model, towers, run)
-    if run.fp8:
-        use_float8(model, towers)
-    return model
+    _set_checkpointing(model, towers, config)
+    if config.train_type == "full":
+        _set_requires_grad(model, towers, config)
+        if keeps_masters(config):
+            convert_trained_to_float32(model)
+        if config.qat is not None:
+            simulate_quantization(model, towers, config)
+        if config.fp8:
+            use_float8(model, towers)
+        return model
+    adapted = add_adapters(model, towers, config)
+    for name, parameter in adapted.named_parameters():
+        if towers.is_unused(_bare_name(name)):
+            parameter.requires_grad_(False)
+    if config.deepspeed is None:  # DeepSpeed makes its own float32 copies
+        convert_trained_to_float32(adapted)  # peft has converted adapters, but not biases and modules trained in full
+    return adapted
 
 
-def _set_checkpointing(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> None:
+def _set_checkpointing(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> None:
     """Set which modules recompute their activations: language model, towers, or only some layers."""
-    checkpoints_text = bool(run.gradient_checkpointing)
+    checkpoints_text = bool(config.gradient_checkpointing)
     checkpoints_towers = checkpoints_text
-    if run.vit_gradient_checkpointing is not None:
-        checkpoints_towers = run.vit_gradient_checkpointing
+    if config.vit_gradient_checkpointing is not None:
+        checkpoints_towers = config.vit_gradient_checkpointing
     if checkpoints_text or checkpoints_towers:
         enable_checkpointing(model)  # for all modules
     if checkpoints_text != checkpoints_towers:  # switch it off again for one of them
@@ -163,7 +162,7 @@ def _set_checkpointing(model: PreTrainedModel, towers: Towers, run: TrainConfig)
             is_tower = towers.part_of(name) != "language model"
             if is_tower != checkpoints_towers and hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-    num_layers: Any = run.gradient_checkpointing
+    num_layers: Any = config.gradient_checkpointing
     if num_layers not in (None, True, False, "auto"):
         _recompute_first(model, num_layers)
 
@@ -196,37 +195,37 @@ def _recompute_first(model: nn.Module, num_layers: int) -> None:
         layer.gradient_checkpointing = False  # type: ignore[assignment]
 
 
-def _set_requires_grad(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
+def _set_requires_grad(model: nn.Module, towers: Towers, config: TrainConfig) -> None:
     """Set ``requires_grad`` of every parameter, by the ``--freeze-...`` and ``--trainable-parameters`` options.
 
-    ``--freeze-parameters-ratio`` freezes the longest run of first parameters whose elements are at most this share of
-    the model's elements. ``--trainable-parameters`` overrides freezing, except in unused modules.
+    ``--freeze-parameters-ratio`` freezes the first parameters of the model, up to this share of its elements.
+    ``--trainable-parameters`` overrides freezing, except in unused modules.
     """
     parameters = dict(model.named_parameters())
-    _check_parameter_names(list(parameters), run)
-    max_frozen_elements = int(sum(map(unsharded_numel, parameters.values())) * run.freeze_parameters_ratio)
+    _check_parameter_names(list(parameters), config)
+    max_frozen_elements = int(sum(map(unsharded_numel, parameters.values())) * config.freeze_parameters_ratio)
     num_elements = 0  # elements of this parameter and all before it
     for name, parameter in parameters.items():
         num_elements += unsharded_numel(parameter)
-        in_frozen_part = towers.part_of(name) in run.frozen_parts
-        in_frozen_share = run.freeze_parameters_ratio > 0 and num_elements <= max_frozen_elements
-        is_frozen = in_frozen_part or in_frozen_share or run.freezes_name(name)
-        is_trained = run.trains_name(name) or not is_frozen
+        in_frozen_part = towers.part_of(name) in config.frozen_parts
+        in_frozen_share = config.freeze_parameters_ratio > 0 and num_elements <= max_frozen_elements
+        is_frozen = in_frozen_part or in_frozen_share or config.freezes_name(name)
+        is_trained = config.trains_name(name) or not is_frozen
         parameter.requires_grad_(is_trained and not towers.is_unused(name))
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        frozen = ", ".join(sorted(run.frozen_parts)) or "by name"
+        frozen = ", ".join(sorted(config.frozen_parts)) or "by name"
         raise ConfigError(
             f"all parameters are frozen ({frozen}), so there is nothing to train",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false, or name --trainable-parameters.",
         )
 
 
-def _check_parameter_names(names: Sequence[str], run: TrainConfig) -> None:
+def _check_parameter_names(names: Sequence[str], config: TrainConfig) -> None:
     """Raise a ConfigError unless each option that freezes or trains parameters by name matches one of ``names``."""
     problems = []
     for option, prefixes, regex in (
-        ("freeze-parameters", run.freeze_parameters, run.freeze_parameters_regex),
-        ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
+        ("freeze-parameters", config.freeze_parameters, config.freeze_parameters_regex),
+        ("trainable-parameters", config.trainable_parameters, config.trainable_parameters_regex),
     ):
         for prefix in prefixes:
             if not any(name.startswith(prefix) for name in names):
@@ -237,68 +236,68 @@ def _check_parameter_names(names: Sequence[str], run: TrainConfig) -> None:
         raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
 
 
-def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> PeftModel:
+def add_adapters(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> PeftModel:
     """Return a model in which only adapters are trained: new ones, or those of ``--adapters``.
 
     On the meta device (for estimates), adapters keep their default initialization.
     """
-    if run.adapters:
-        return _load_adapter_to_continue(model, run, has_weights=not next(model.parameters()).is_meta)
-    _check_adapter_names(model, towers, run)
-    settings = {**ADAPTER_SETTINGS.get(run.train_type, {}), **(run.adapter_settings or {})}
-    if run.train_type == "lora":
-        settings = _lora_settings(model, run) | {"modules_to_save": _saved_modules(towers, run) or None}
+    if config.adapters:
+        return _load_adapter_to_continue(model, config, has_weights=not next(model.parameters()).is_meta)
+    _check_adapter_names(model, towers, config)
+    settings = {**ADAPTER_SETTINGS.get(config.train_type, {}), **(config.adapter_settings or {})}
+    if config.train_type == "lora":
+        settings = _lora_settings(model, config) | {"modules_to_save": _saved_modules(towers, config) or None}
     try:
-        # Full names; peft shortens them to suffixes that match exactly these modules.
-        settings |= {"target_modules": adapted_modules(model, towers, run), "task_type": "CAUSAL_LM"}
-        return _add_new_adapter(model, _CONFIGS[run.train_type](**settings))
+        # peft matches the ends of names, and full names are the ends of no others.
+        settings |= {"target_modules": adapted_modules(model, towers, config), "task_type": "CAUSAL_LM"}
+        return _add_new_adapter(model, _CONFIGS[config.train_type](**settings))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"--train-type {run.train_type}: peft cannot adapt this model: {error}",
+            f"--train-type {config.train_type}: peft cannot adapt this model: {error}",
             "Change --adapter-settings, --target-modules or --target-regex.",
         ) from error
 
 
-def _check_adapter_names(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> None:
+def _check_adapter_names(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> None:
     """Raise a ConfigError unless the model has every module and matrix that the options on adapters name."""
     module_names = [name for name, _ in model.named_modules()]
     matrix_names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
     problems = []
-    for requested in _saved_modules(towers, run):
+    for requested in _saved_modules(towers, config):
         if not any(has_name(name, requested) for name in module_names):
             problems.append(f"--modules-to-save {requested}: the model has no module of this name")
-    for requested in run.target_parameters:
+    for requested in config.target_parameters:
         if not any(has_name(name, requested) for name in matrix_names):
             problems.append(f"--target-parameters {requested}: the model has no matrix of this name")
     if problems:
         raise ConfigError("\n".join(problems), "Names are such as embed_tokens, lm_head and experts.down_proj.")
 
 
-def _lora_settings(model: Any, run: TrainConfig) -> dict[str, Any]:
-    """Return the arguments of peft's ``LoraConfig`` for a run, except the modules."""
+def _lora_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments of peft's ``LoraConfig`` by the options, except the modules."""
     # peft takes booleans, or the name of an initialization.
-    initialization: Any = {"true": True, "false": False}.get(run.init_weights, run.init_weights)
-    if next(model.parameters()).is_meta and run.init_weights in _NEEDS_WEIGHTS:
+    initialization: Any = {"true": True, "false": False}.get(config.init_weights, config.init_weights)
+    if next(model.parameters()).is_meta and config.init_weights in _COMPUTED_FROM_WEIGHTS:
         initialization = True  # the default, which needs no weights
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     return {
-        "r": run.lora_rank,
-        "lora_alpha": run.lora_alpha,
-        "lora_dropout": run.lora_dropout,
-        "bias": run.lora_bias,
-        "use_rslora": run.use_rslora,
-        "use_dora": run.use_dora,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "bias": config.lora_bias,
+        "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
         "init_lora_weights": initialization,
-        "target_parameters": list(run.target_parameters) or None,
-        "ensure_weight_tying": bool(run.modules_to_save) and is_tied,
+        "target_parameters": list(config.target_parameters) or None,
+        "ensure_weight_tying": bool(config.modules_to_save) and is_tied,
     }
 
 
-def _saved_modules(towers: Towers, run: TrainConfig) -> list[str]:
+def _saved_modules(towers: Towers, config: TrainConfig) -> list[str]:
     """Return the names of ``--modules-to-save``, with those of the model in place of vision-tower and aligner."""
     parts = {"vision-tower": towers.vision, "aligner": towers.aligner}
-    names = [each for name in run.modules_to_save for each in parts.get(name) or (name,)]
+    names = [each for name in config.modules_to_save for each in parts.get(name) or (name,)]
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
@@ -319,26 +318,25 @@ def _add_new_adapter(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
         return get_peft_model(model, settings)
 
 
-def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
+def adapted_modules(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> list[str]:
     """Return the full names of the modules that get adapters.
 
     These are the modules that match ``--target-regex``. Without it, they are the modules of unfrozen parts that
     ``--target-modules`` selects: all-linear selects linear modules except the head; names may also select the head and
     the embeddings.
     """
-    if run.target_regex is not None:
-        return _check_targets_with_peft(model, _matching_modules(model, run.target_regex), run)
-    # By name of each module that may get an adapter: whether all-linear selects it.
-    in_all_linear = _adaptable_modules(model, towers, run)
-    _check_target_names(in_all_linear, run)
-    targets = [name for name, is_linear in in_all_linear.items() if run.is_target(name, is_linear=is_linear)]
-    if not targets and not run.target_parameters:
+    if config.target_regex is not None:
+        return _check_targets_with_peft(model, _matching_modules(model, config.target_regex), config)
+    is_in_all_linear = _adaptable_modules(model, towers, config)
+    _check_target_names(is_in_all_linear, config)
+    targets = [name for name, is_linear in is_in_all_linear.items() if config.is_target(name, is_linear=is_linear)]
+    if not targets and not config.target_parameters:
         raise ConfigError(
-            f"all parts of the model are frozen ({', '.join(sorted(run.frozen_parts))}), so there is no module to "
+            f"all parts of the model are frozen ({', '.join(sorted(config.frozen_parts))}), so there is no module to "
             "adapt",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
-    return _check_targets_with_peft(model, targets, run)
+    return _check_targets_with_peft(model, targets, config)
 
 
 def _matching_modules(model: PreTrainedModel, regex: str) -> list[str]:
@@ -353,9 +351,9 @@ def _matching_modules(model: PreTrainedModel, regex: str) -> list[str]:
     return matching
 
 
-def _adaptable_modules(model: Any, towers: Towers, run: TrainConfig) -> dict[str, bool]:
+def _adaptable_modules(model: Any, towers: Towers, config: TrainConfig) -> dict[str, bool]:
     """Return, by name of each module of unfrozen parts that may get an adapter, whether all-linear selects it."""
-    frozen = run.frozen_parts
+    frozen = config.frozen_parts
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
     in_all_linear = {}
@@ -366,17 +364,17 @@ def _adaptable_modules(model: Any, towers: Towers, run: TrainConfig) -> dict[str
     return in_all_linear
 
 
-def _check_target_names(adaptable: Collection[str], run: TrainConfig) -> None:
+def _check_target_names(adaptable: Collection[str], config: TrainConfig) -> None:
     """Raise a ConfigError if none of ``--target-modules`` is all-linear or the name of an ``adaptable`` module.
 
     As in peft, names without a module have no effect if another name has one (``adapter_lines`` names them).
     """
     problems = [
         f"--target-modules {target}: no linear module of an unfrozen part has this name"
-        for target in run.target_modules
+        for target in config.target_modules
         if target != "all-linear" and not any(has_name(name, target) for name in adaptable)
     ]
-    if problems and len(problems) == len(run.target_modules):
+    if problems and len(problems) == len(config.target_modules):
         known = sorted({name.rpartition(".")[2] for name in adaptable})
         remedy = f"Choose from {', '.join(known)}; all-linear selects all but head and embeddings."
         raise ConfigError(
@@ -384,41 +382,42 @@ def _check_target_names(adaptable: Collection[str], run: TrainConfig) -> None:
         )
 
 
-def _check_targets_with_peft(model: PreTrainedModel, names: list[str], run: TrainConfig) -> list[str]:
-    """Return the names unchanged; raise a ConfigError if peft would adapt routed experts instead, and fail.
+def _check_targets_with_peft(model: PreTrainedModel, names: list[str], config: TrainConfig) -> list[str]:
+    """Return the names of the modules to adapt unchanged; raise a ConfigError if peft would fail on them.
 
-    In some mixtures of experts, peft mistakes modules with names of an expert's modules, such as ``gate_proj`` of a
-    shared expert, for the routed experts of older checkpoints, and adapts the routed experts instead; also when it
-    loads an adapter. With dropout or DoRA this fails, because peft cannot adapt routed experts with them.
+    In some mixtures of experts, peft takes the names of other modules, such as ``gate_proj`` of a shared expert, for
+    those of routed experts in older checkpoints, and adapts the routed experts instead, also when it loads an adapter.
+    With dropout or DoRA this fails, because peft cannot adapt routed experts with them.
     """
-    if run.train_type != "lora" or not (run.lora_dropout or run.use_dora):
+    if config.train_type != "lora" or not (config.lora_dropout or config.use_dora):
         return names
     settings = LoraConfig(target_modules=list(names))
-    convert_peft_config_for_transformers(settings, model, None)  # removes the mistaken names from ``settings``
-    adapted = set(settings.target_modules or ())
-    if replaced := {name.rpartition(".")[2] for name in names if name not in adapted}:
-        others = sorted({name.rpartition(".")[2] for name in names if name in adapted} - replaced)
+    convert_peft_config_for_transformers(settings, model, None)  # changes ``settings``: removes names of such modules
+    kept_names = set(settings.target_modules or ())
+    removed = {name.rpartition(".")[2] for name in names if name not in kept_names}
+    if removed:
+        kept = {name.rpartition(".")[2] for name in names if name in kept_names}
         raise ConfigError(
-            f"LoRA on {', '.join(sorted(replaced))}: peft would adapt the model's routed experts instead",
-            f"Leave them out: --target-modules {' '.join(others)}; or adapt the routed experts: --lora-dropout 0 "
-            "without --use-dora",
+            f"LoRA on {', '.join(sorted(removed))}: peft would adapt the model's routed experts instead",
+            f"Leave them out: --target-modules {' '.join(sorted(kept - removed))}; or adapt the routed experts: "
+            "--lora-dropout 0 without --use-dora",
         )
     return names
 
 
-def _load_adapter_to_continue(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
+def _load_adapter_to_continue(model: PreTrainedModel, config: TrainConfig, has_weights: bool) -> PeftModel:
     """Return the model with the adapter of ``--adapters``, to train it further.
 
     If the model has no weights (on the meta device), those of the adapter are not read either.
     """
-    (directory,) = run.adapters
+    (directory,) = config.adapters
     settings = _read_adapter_settings(directory)
-    _check_adapter_type(settings, run)
-    _check_adapter_settings(settings, run)
+    _check_adapter_type(settings, config)
+    _check_adapter_settings(settings, config)
     settings.inference_mode = False
     if not has_weights:
-        if getattr(settings, "init_lora_weights", True) in _NEEDS_WEIGHTS:
-            settings.init_lora_weights = True
+        if getattr(settings, "init_lora_weights", True) in _COMPUTED_FROM_WEIGHTS:
+            settings.init_lora_weights = True  # peft's default initialization
         return _add_new_adapter(model, settings)
     try:
         return attach_adapter(model, directory, is_trainable=True, config=settings)
@@ -444,26 +443,29 @@ def _read_adapter_settings(directory: str) -> Any:
         ) from error
 
 
-def _check_adapter_type(settings: Any, run: TrainConfig) -> None:
+def _check_adapter_type(settings: Any, config: TrainConfig) -> None:
     """Raise a ConfigError if the adapter of ``--adapters`` has another type than ``--train-type``."""
-    (directory,) = run.adapters
+    (directory,) = config.adapters
     settings_class = type(settings)
-    if settings_class is not _CONFIGS[run.train_type]:
+    if settings_class is not _CONFIGS[config.train_type]:
         types = [name for name, config_class in _CONFIGS.items() if config_class is settings_class]
         remedy = f"Use --train-type {types[0]}." if types else f"Supported are {', '.join(_CONFIGS)}."
         raise ConfigError(
-            f"--adapters {directory}: a {settings.peft_type.value} adapter, with --train-type {run.train_type}", remedy
+            f"--adapters {directory}: a {settings.peft_type.value} adapter, with --train-type {config.train_type}",
+            remedy,
         )
 
 
-def _check_adapter_settings(settings: Any, run: TrainConfig) -> None:
+def _check_adapter_settings(settings: Any, config: TrainConfig) -> None:
     """Raise a ConfigError if the adapter of ``--adapters`` has other settings than the options."""
     # Settings that the user has requested, by option: name in the adapter's configuration, and value.
-    requested = {f"--adapter-settings {name}:": (name, value) for name, value in (run.adapter_settings or {}).items()}
-    if run.train_type == "lora":
-        fields = type(run).__dataclass_fields__
-        options = [option for option in _ADAPTER_SETTINGS if getattr(run, option) != fields[option].default]
-        requested = {flag(option): (_ADAPTER_SETTINGS[option], getattr(run, option)) for option in options}
+    requested = {
+        f"--adapter-settings {name}:": (name, value) for name, value in (config.adapter_settings or {}).items()
+    }
+    if config.train_type == "lora":
+        fields = type(config).__dataclass_fields__
+        options = [option for option in _ADAPTER_SETTINGS if getattr(config, option) != fields[option].default]
+        requested = {flag(option): (_ADAPTER_SETTINGS[option], getattr(config, option)) for option in options}
     differing = []
     for option, (name, value) in requested.items():
         adapter_value = getattr(settings, name)
@@ -473,7 +475,7 @@ def _check_adapter_settings(settings: Any, run: TrainConfig) -> None:
         raise ConfigError.from_problems(differing)
 
 
-def adapter_lines(model: nn.Module, run: TrainConfig) -> Iterator[str]:
+def adapter_lines(model: nn.Module, config: TrainConfig) -> Iterator[str]:
     """Yield a line about adapters on parameters, which peft also puts there in place of modules of a few models.
 
     And a line about names of ``--target-modules`` for which the model has no module, or only frozen ones.
@@ -483,8 +485,8 @@ def adapter_lines(model: nn.Module, run: TrainConfig) -> Iterator[str]:
     if parameters := getattr(model.active_peft_config, "target_parameters", None):
         yield f"adapters on parameters, such as those of all routed experts: {', '.join(sorted(parameters))}"
     modules = [name for name, each in model.named_modules() if parameters or isinstance(each, BaseTunerLayer)]
-    unused = [name for name in run.target_modules if not any(has_name(module, name) for module in modules)]
-    if set(unused) - {"all-linear"} and run.target_regex is None and not run.adapters:
+    unused = [name for name in config.target_modules if not any(has_name(module, name) for module in modules)]
+    if set(unused) - {"all-linear"} and config.target_regex is None and not config.adapters:
         yield f"warning: --target-modules {' '.join(unused)}: no effect, because no trained part has such a module"
 
 
@@ -501,12 +503,12 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
         infix = f".{PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]}"
         weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         adapter_weights = {name: weight for name, weight in weights.items() if infix in name}
-        difference = _describe_misfit(adapter_weights, directory, infix)
+        misfit = _describe_misfit(adapter_weights, directory, infix)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         message = f"the adapter in {directory} cannot be attached to this model: {str(error)[:_MAX_ERROR_LENGTH]}"
         raise MismatchError(message, remedy) from error
-    if difference:
-        raise MismatchError(f"the adapter in {directory} belongs to another model: {difference}", remedy)
+    if misfit is not None:
+        raise MismatchError(f"the adapter in {directory} belongs to another model: {misfit}", remedy)
     return adapted
 
 
@@ -514,12 +516,12 @@ def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
     """Load the weights of a checkpoint's adapter into a model's adapter of the same modules and ranks."""
     remedy = "Use the same --train-type, --lora-rank, --adapter-settings and --target-modules as for its training."
     try:
-        difference = _describe_misfit(get_peft_model_state_dict(model), checkpoint)
+        misfit = _describe_misfit(get_peft_model_state_dict(model), checkpoint)
         state = load_file(os.path.join(checkpoint, SAFETENSORS_WEIGHTS_NAME))
     except (OSError, SafetensorError) as error:
         raise MismatchError(f"the adapter in {checkpoint} cannot be read: {error}") from error
-    if difference:
-        raise MismatchError(f"the adapter in {checkpoint} does not match the options: {difference}", remedy)
+    if misfit is not None:
+        raise MismatchError(f"the adapter in {checkpoint} does not match the options: {misfit}", remedy)
     set_peft_model_state_dict(model, state)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,9 +18,10 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
+from packtool.planning.cost import CostModel
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import share_figures
-from packtool.planning.pack_plan import select_packs
+from packtool.planning.pack_plan import Costs, select_packs
 from packtool.train.prepare.caches import counts_in, source_lines
 from packtool.train.prepare.costs import RunCosts, sample_costs
 from packtool.train.prepare.figures import (
@@ -76,7 +76,7 @@ class CachedSource(Steps):
 
     def expected(self) -> dict[str, Any]:
         """The fields of a ``TrainResult`` that are known before the first step."""
-        first_epoch = self.timeline.first
+        first_epoch = self.timeline.first_plan
         summary = first_epoch.summary
         mixture = self.inputs.mixture
         return {
@@ -108,21 +108,21 @@ class CachedSource(Steps):
         elif (mixture := inputs.mixture) is not None:
             drawn = "drawn again in every epoch" if mixture.resample else "drawn once (--resample false)"
             yield f"mixture: {mixture.num_drawn:,} samples per epoch from {len(mixture.names)} sources, {drawn}:"
-            yield from source_lines(share_figures(counts_in(timeline.first, mixture)))
+            yield from source_lines(share_figures(counts_in(timeline.first_plan, mixture)))
         if inputs.shared is not None:
-            unshared = inputs.unshared_summary(timeline.stages[0].sections[0].batch_shape)
-            cost = RunCosts.of(config, self.files.config).model
-            yield inputs.shared.line(cost, timeline.first.summary.num_steps, unshared.num_steps)
+            unshared = inputs.summary_without_sharing(timeline.stages[0].sections[0].batch_shape)
+            cost = RunCosts.of(config, self.files.config).without_recomputation
+            yield inputs.shared.line(cost, timeline.first_plan.summary.num_steps, unshared.num_steps)
 
     def media_tokens(self) -> float:
         """Mean media tokens of a micro-batch in the epoch that is trained next."""
-        plan = self.timeline.stretch(self.start).plan
+        plan = self.timeline.span_at(self.start).plan
         return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.micro_batch_sizes()), 1)
 
     @property
     def _stages(self) -> list[TrainedStage]:
         """The stages that are not finished at ``start``; empty for a run without stages."""
-        return [stage for stage in self.timeline.stages if stage.stop > self.start] if self.inputs.stages else []
+        return [stage for stage in self.timeline.stages if stage.stop_step > self.start] if self.inputs.stages else []
 
     @property
     def step_shapes(self) -> list[tuple[int, int]]:
@@ -132,14 +132,15 @@ class CachedSource(Steps):
 
     def peak_memory_batches(self, config: TrainConfig, number: int) -> tuple[RankTokens, ...]:
         """The micro-batches of a rank that may need most memory, in the next epoch of ``step_shapes[number]``."""
-        stages = self._stages
-        plan = self.timeline.stretch(max(self.start, stages[number].first) if stages else self.start).plan
-        return peak_memory_batches(config, plan, self.inputs)
+        first_step = self.start
+        if self.inputs.stages:
+            first_step = max(first_step, self._stages[number].first_step)
+        return peak_memory_batches(config, self.timeline.span_at(first_step).plan, self.inputs)
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
         """The shortest samples of the first micro-batch, at most ``max_samples``; or two that share a prefix."""
-        stretch = self.timeline.stretch(self.start)
-        plan, step = stretch.plan, self.start - stretch.first
+        span = self.timeline.span_at(self.start)
+        plan, step = span.plan, self.start - span.first_step
         if self.inputs.shared is not None:
             pair = first_pair(select_packs(plan.packs, plan.steps.packs(step, self.world.data.rank, 0)))
             if pair is not None:
@@ -181,30 +182,32 @@ class CachedSource(Steps):
 
     def rank_steps(self) -> Iterator[RankStep]:
         """Yield the steps of this rank from ``start`` on."""
-        is_dynamic = self.inputs.for_training.config.removes_padding and not self.timeline.first.summary.options.packing
-        for stretch in self.timeline.stretches(self.start):
-            plan, first = stretch.plan, max(self.start - stretch.first, 0)
+        is_dynamic = self.inputs.for_training.config.removes_padding and not self.inputs.options.packing
+        for span in self.timeline.spans(self.start):
+            plan, first = span.plan, max(self.start - span.first_step, 0)
             figures = islice(figures_of_steps(plan, self.figures, is_dynamic=is_dynamic), first, None)
             rank = self.world.shared_by(self.world.size // plan.steps.world_size).data.rank
-            steps = zip(self.planned_epoch(plan, stretch.epoch).steps(rank, first), figures, strict=True)
-            for micro_batches, step_figures in islice(steps, stretch.stop - stretch.first - first):
+            steps = zip(self.planned_epoch(plan, span.epoch).steps(rank, first), figures, strict=True)
+            for micro_batches, step_figures in islice(steps, span.num_steps - first):
                 yield RankStep(micro_batches, lambda figures=step_figures: figures)  # type: ignore[misc]
 
 
 def sample_figures(inputs: Inputs) -> SampleFigures:
-    """The figures of all N samples of the caches; with shared prefixes, what each sample adds to its prefix."""
+    """The figures of all N samples of the caches; media and FLOPs of a shared prefix count for its first sample."""
     config, files, reader = inputs.for_training
-    index = reader.index
+    index, shared, targets = reader.index, inputs.shared, inputs.targets
     costs = RunCosts.of(config, files.config)
-    media = index if inputs.shared is None else inputs.shared
-    flops_of = partial(sample_costs, index=index) if inputs.shared is None else inputs.shared.sample_costs
+
+    def flops_of(cost: CostModel) -> Costs:
+        return sample_costs(cost, index, targets) if shared is None else shared.sample_costs(cost, targets)
+
     # The unit that the loss is averaged over: samples with at least one target, or target tokens.
-    loss_units = inputs.targets > 0 if config.loss_reduction == "sample" else inputs.targets
+    loss_units = targets > 0 if config.loss_reduction == "sample" else targets
     return SampleFigures(
-        media.media_tokens,
+        index.media_tokens if shared is None else shared.media_tokens,
         loss_units.astype(np.int64),
-        flops=flops_of(costs.model, target_tokens=inputs.targets),
-        hardware_flops=flops_of(costs.hardware, target_tokens=inputs.targets),
+        flops=flops_of(costs.without_recomputation),
+        hardware_flops=flops_of(costs.with_recomputation),
         has_vision=(index.num_images > 0) | (index.num_videos > 0),
         has_sound=_may_have_sound(reader),
         mixture=inputs.mixture,

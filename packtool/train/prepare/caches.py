@@ -45,11 +45,7 @@ from packtool.rows.forms.segments import prompt_format_name
 
 
 def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
-    """The directories of all caches, and the recipe of their mixture; None if every sample is trained once per epoch.
-
-    Raises:
-        ConfigError: with every mistake in amounts, loss scales and the file of ``--mix``.
-    """
+    """The directories of all caches, and the recipe of their mixture; None if an epoch has every sample once."""
     problems: list[str] = []
     recipe = _recipe_of_caches(options, problems) if options.mix is None else _recipe_of_file(options, problems)
     if problems:
@@ -234,8 +230,10 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
 def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
     """Check that limits on videos and audio have the same effect as those of the export."""
     exported_options, exported_limits = manifest.identity.spec, manifest.identity.media_limits
+    if exported_limits.video is None:
+        return  # the only option on audio is about that of videos
     changed = _changed_media_options(exported_options, config)
-    if not changed or exported_limits.video is None:
+    if not changed:
         return
     run_options = {**exported_options, **changed}
     media_options = MediaOptions(**{name: value for name, value in run_options.items() if name in _MEDIA_NAMES})
@@ -321,10 +319,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
         "samples in the caches": (saved.num_cached, len(reader)),
         "--packing-length": (saved.capacity, config.packing_length or saved.capacity),
         "--max-length": (saved.max_length, config.max_length or saved.max_length),
-        "--share-prefix": (
-            shares_prefixes,
-            shares_prefixes if config.share_prefix == "auto" else config.share_prefix,
-        ),
+        "--share-prefix": (shares_prefixes, shares_prefixes if config.share_prefix == "auto" else config.share_prefix),
     }
     if differences := _list_differences(pairs, "in the plan", "in this run"):
         raise MismatchError(

@@ -172,14 +172,7 @@ STATE_NAME = "packtool_state.json"
 _ASSIGNMENTS = "dealings"  # in the file, as the first checkpoints had it
 PREFIX = "checkpoint-"
 # Not by the fields' names: a state's plan, schedule and streaming are other things than the options called so.
-_FROM_OPTIONS = (
-    "seed",
-    "train_type",
-    "packing",
-    "per_device_train_batch_size",
-    "master_weights",
-    "shares_experts",
-)
+_FROM_OPTIONS = ("seed", "train_type", "packing", "per_device_train_batch_size", "master_weights", "shares_experts")
 
 FROM_DATA = frozenset(("cache", "plan", "steps", "max_length", "packing_length", "shares_prefixes", "learning"))
 """Fields of a state that follow from the caches; with ``--data-change allow`` they may differ."""
@@ -200,11 +193,7 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def of(cls, config: PlanConfig | TrainConfig, num_ranks: int) -> BatchShape:
-        """The shape with ``num_ranks`` data-parallel ranks; with ``--packs-per-step``, any number has equal steps.
-
-        Raises:
-            ConfigError: the ranks cannot have equally many full micro-batches of ``--packs-per-step`` packs.
-        """
+        """The shape with ``num_ranks`` data-parallel ranks; ``--packs-per-step`` overrides the accumulation steps."""
         batch_size, packs_per_step = config.per_device_train_batch_size, config.packs_per_step
         if packs_per_step is None:
             return cls(num_ranks, config.gradient_accumulation_steps, batch_size)
@@ -219,6 +208,19 @@ class BatchShape(NamedTuple):
         return cls(num_ranks, accumulation_steps, batch_size)
 
 
+class Assignment(NamedTuple):
+    """An assignment of packs to steps and ranks, which may change when a run is resumed."""
+
+    first_step: int  # of the run, 0-based
+    world_size: int  # the other fields are those of ``BatchShape``
+    gradient_accumulation_steps: int
+    batch_size: int
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        return BatchShape(self.world_size, self.gradient_accumulation_steps, self.batch_size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The settings and position of a run, saved in each checkpoint; a resumed run must have the same settings.
@@ -226,7 +228,7 @@ class RunState:
     Args:
         plan: fingerprint of the first epoch's packs.
         steps: fingerprint of how they are assigned to steps and ranks.
-        assignments: first step, and ``BatchShape`` from there, each time that packs were assigned; empty if once.
+        assignments: in their order; empty for a single one from step 0.
         cache: fingerprint of the caches.
         data_since: the first step, 0-based, with the current data; 0 if they never changed.
         step: optimizer steps done.
@@ -249,7 +251,7 @@ class RunState:
     gradient_accumulation_steps: int
     per_device_train_batch_size: int
     steps: str = ""
-    assignments: tuple[tuple[int, int, int, int], ...] = ()
+    assignments: tuple[Assignment, ...] = ()
     streaming: str = ""
     loss_scale: str = ""
     loss_reduction: str = "token"
@@ -272,6 +274,16 @@ class RunState:
     @property
     def batch_shape(self) -> BatchShape:
         return BatchShape(self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size)
+
+    @property
+    def all_assignments(self) -> tuple[Assignment, ...]:
+        """``assignments``, including a single one from step 0."""
+        return self.assignments or (Assignment(0, *self.batch_shape),)
+
+    def with_assignments(self, assignments: tuple[Assignment, ...], data_since: int) -> RunState:
+        """This state with ``all_assignments`` since step ``data_since``, where the data last changed."""
+        is_default = len(assignments) == 1 and data_since == 0
+        return dataclasses.replace(self, assignments=() if is_default else assignments, data_since=data_since)
 
     def needs_reassignment(self, saved: RunState) -> bool:
         """Return whether packs must be assigned to ranks again, because the ``saved`` run had another number."""
@@ -300,9 +312,9 @@ class RunState:
             return
         # The fingerprints "plan" and "steps" follow from the other fields, which explain the difference better.
         causes = [name for name in different if name not in ("plan", "steps")]
-        shown = causes or different
+        shown_names = causes or different
         lines = []
-        for name in shown:
+        for name in shown_names:
             old, new = getattr(saved, name), getattr(self, name)
             lines.append(f"  - {name}: {_or_none(old)} in the checkpoint, {_or_none(new)} now")
         if not causes:
@@ -310,10 +322,10 @@ class RunState:
                 "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
                 "cache); with stages, also on --max-steps and --num-train-epochs"
             )
-        if "cache" in shown:
+        if "cache" in shown_names:
             lines += [f"    {line}" for line in cache_differences()]
         remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
-        if set(shown) <= FROM_DATA:
+        if set(shown_names) <= FROM_DATA:
             remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
         raise MismatchError("\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy)
 
@@ -351,7 +363,7 @@ def read_state_with_checksums(checkpoint: str) -> tuple[RunState, Checksums]:
             raise ValueError("its checksum differs")
         values.pop("options", None)
         checksums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
-        values["assignments"] = tuple(tuple(each) for each in values.pop(_ASSIGNMENTS, ()))
+        values["assignments"] = tuple(Assignment(*each) for each in values.pop(_ASSIGNMENTS, ()))
         return RunState(**values), checksums
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise MismatchError(
@@ -396,16 +408,11 @@ def find_checkpoint(
     """Find the checkpoint that ``--resume-from-checkpoint`` names, and check that it is intact.
 
     Args:
-        resume_from: None, ``true``, ``false`` or a directory.
-        output_dir: where ``true`` takes the newest intact checkpoint.
+        resume_from: None, ``true`` (the newest intact checkpoint in ``output_dir``), ``false`` or a directory.
         only_model: check the files of weights only.
 
     Returns:
         its directory, None to train from the beginning; and warnings on newer checkpoints that are damaged.
-
-    Raises:
-        ConfigError: if there is no finished checkpoint, or the named directory does not exist.
-        MismatchError: if the named checkpoint is damaged.
     """
     if resume_from is None or resume_from.lower() == "false":
         return None, []

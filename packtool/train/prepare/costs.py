@@ -51,20 +51,20 @@ def with_recomputing(config: TrainConfig, *, knows_memory: bool = False) -> Trai
     """Decide ``--gradient-checkpointing`` by the size of the model.
 
     Recomputation takes about a third more time and saves nearly all activations, for which models of billions of
-    parameters have no memory. Only as many layers as necessary recompute with ``--memory-budget``, and if the memory of
-    the device is known (``knows_memory``).
+    parameters have no memory. With ``auto``, only as many layers recompute as necessary; this needs a
+    ``--memory-budget``, or a device of known memory (``knows_memory``).
     """
     if config.gradient_checkpointing is not None:
         return config
-    auto: Any = "auto"
-    if config.memory_budget is not None:
-        return dataclasses.replace(config, gradient_checkpointing=auto)
-    try:
-        num_parameters = ModelSizes.of_config(ModelFiles.load(config.model).config).num_parameters
-    except (KeyError, TypeError, ValueError):  # a configuration of unknown form, which need not be small
-        num_parameters = MAX_PARAMETERS + 1
-    recomputes = num_parameters > MAX_PARAMETERS
-    return dataclasses.replace(config, gradient_checkpointing=auto if recomputes and knows_memory else recomputes)
+    decision: Any = "auto"
+    if config.memory_budget is None:
+        try:
+            num_parameters = ModelSizes.of_config(ModelFiles.load(config.model).config).num_parameters
+            is_large = num_parameters > MAX_PARAMETERS
+        except (KeyError, TypeError, ValueError):  # a configuration of unknown form, which need not be small
+            is_large = True
+        decision = "auto" if is_large and knows_memory else is_large
+    return dataclasses.replace(config, gradient_checkpointing=decision)
 
 
 def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
@@ -79,10 +79,10 @@ def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class RunCosts:
-    """FLOPs of a run: of its model, for MFU; and of the hardware, with recomputed activations, for HFU."""
+    """FLOPs of a run, without those of recomputed activations (for MFU) and with them (for HFU)."""
 
-    model: CostModel
-    hardware: CostModel
+    without_recomputation: CostModel
+    with_recomputation: CostModel
 
     @classmethod
     def of(cls, config: TrainConfig, model: Mapping[str, Any]) -> RunCosts:
@@ -156,7 +156,7 @@ def with_costs(
         return options
     num_ranks = options.skrull.sequence_parallel_size
     machine = Machine(
-        sizes=ModelSizes.or_8b(model),
+        sizes=ModelSizes.or_8b(model),  # of an 8B model if those of the model are unknown
         hardware=hardware,
         world_size=num_ranks,
         sequence_parallel_type=sequence_parallel_type,
@@ -210,27 +210,26 @@ class ExpectedTime:
         return np.asarray(rank_seconds.max(axis=1) + waiting_seconds + exchange.exposed)
 
     def _batch_seconds(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
-        """Seconds of each micro-batch of all steps and data-parallel ranks, (C,), without exchanges of weights."""
+        """Seconds of each of all C micro-batches of an epoch, (C,), without exchanges of weights."""
         num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
-        cost = RunCosts.of(config, self.model).hardware
+        cost = RunCosts.of(config, self.model).with_recomputation
         times = self._step_time(config, cost)
         sample_flops = sample_costs(cost, index, index.target_tokens)  # (N,)
         sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
         # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
-        flops = _batch_sums(plan, sample_work)
+        total_flops = _batch_sums(plan, sample_work)
         tower_flops = _batch_sums(plan, tower_work(cost, index).flops.astype(np.float64))
-        slowest_tower_flops = tower_flops
-        if num_sharing > 1:
-            slowest_tower_flops = _slowest_tower_flops(cost, shares)
-        language_flops = (flops - tower_flops) / num_sharing
-        fixed_flops = np.where(flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
-        seconds = (language_flops + slowest_tower_flops + fixed_flops) / times.flops_per_second
-        seconds += times.exposed_seconds(
+        language_flops = (total_flops - tower_flops) / num_sharing
+        slowest_tower_flops = tower_flops if num_sharing == 1 else _slowest_tower_flops(cost, shares)
+        fixed_flops = np.where(total_flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
+        computing_seconds = (language_flops + slowest_tower_flops + fixed_flops) / times.flops_per_second
+        attention_flops = _batch_sums(plan, sample_attention_work) / num_sharing
+        waiting_seconds = times.exposed_seconds(  # every sample is sharded, so attention is local to no rank
             sharded_tokens=_batch_sums(plan, index.length.astype(np.float64)),
-            local_attention=np.zeros(len(flops)),
-            sharded_attention=_batch_sums(plan, sample_attention_work) / num_sharing / times.flops_per_second,
+            local_attention=np.zeros(len(total_flops)),
+            sharded_attention=attention_flops / times.flops_per_second,
         )
-        return np.maximum(seconds, times.launch_seconds)  # no less than the kernel launches
+        return np.maximum(computing_seconds + waiting_seconds, times.launch_seconds)
 
     def _step_time(self, config: TrainConfig, cost: CostModel) -> StepTime:
         """The speed of this run's devices and links; ``cost`` includes recomputation."""
@@ -242,12 +241,12 @@ class ExpectedTime:
             recompute=bool(config.gradient_checkpointing),
             sequence_parallel_type=config.sequence_parallel_type,
         )
+        # ``recompute`` adds the exchanges, launches and FLOPs of recomputation; those FLOPs are already in ``cost``.
+        computing_machine = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
         num_sharing = config.sequence_parallel_ranks
-        # Exchanges and launches are those with recomputation; computation must not add it, as ``cost`` includes it.
         with_recomputation = machine.step_time(num_sharing)
-        run_machine = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
         return dataclasses.replace(
-            run_machine.step_time(num_sharing),
+            computing_machine.step_time(num_sharing),
             exchanges=with_recomputation.exchanges,
             launch_seconds=with_recomputation.launch_seconds,
         )
@@ -283,6 +282,6 @@ def _batch_sums(plan: EpochPlan, per_sample: Seconds) -> Seconds:
 
 
 def _slowest_tower_flops(cost: CostModel, shares: MediaShares) -> Seconds:
-    """FLOPs of the towers of the rank with the most media in each micro-batch, (C,)."""
+    """FLOPs of the towers of the rank with the most media in each micro-batch of the plan of ``shares``, (C,)."""
     media = shares.media
     return shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))

@@ -23,7 +23,7 @@ from packtool.train.prepare.caches import check_model
 from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.parallelism import axes_of
-from packtool.train.prepare.shared_prefixes import find_shared
+from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from packtool.train.prepare.trained import TrainedModel
 
 
@@ -43,7 +43,7 @@ def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
-    shared, _ = find_shared(config, files.config, val, capacity=plan.max_tokens, limit=len(plan.lengths))
+    shared, _ = find_shared_prefixes(config, files.config, val, capacity=plan.max_tokens, limit=len(plan.lengths))
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
     return Validation(val, RelabeledReader(val, choices) if any(choices) else val, plan)
@@ -63,7 +63,7 @@ class PreparedEvaluation:
 
 
 def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
-    """Check that model, caches and options fit, and assign the samples to ranks; takes a second."""
+    """Check that model, caches and options fit, and assign the samples to ranks."""
     trained = TrainedModel.find(config.model, config.base_model)
     files = ModelFiles.load(trained.base)
     reader = _open_split(config, trained, files)
@@ -76,10 +76,12 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
-    shared, message = find_shared(config, files.config, reader, capacity=plan.max_tokens, limit=len(plan.lengths))
-    if shared is not None:
-        plan = dataclasses.replace(plan, trees=shared.trees)
-        message = shared.line(cost_of(files.config, ALL_WEIGHTS))
+    prefixes, message = find_shared_prefixes(
+        config, files.config, reader, capacity=plan.max_tokens, limit=len(plan.lengths)
+    )
+    if prefixes is not None:
+        plan = dataclasses.replace(plan, trees=prefixes.trees)
+        message = prefixes.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
         _check_writable(config.output)
     notes = () if message is None else (message,)
@@ -120,6 +122,7 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     num_val_by_cache = [
         manifest.splits[VAL_SPLIT].rows if VAL_SPLIT in manifest.splits else 0 for manifest in reader.manifests
     ]
+    # With --save-strategy best, evaluations decide about checkpoints, so they follow --eval-steps.
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
     if all(num_val_by_cache) and strategy != "no":
         config = dataclasses.replace(config, eval_strategy=strategy, eval_steps=eval_steps)
@@ -133,7 +136,7 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     notes = []
     if any(num_val_by_cache) and strategy != "no":
         notes.append("nothing is evaluated, because only some of the caches have a val split")
-    return dataclasses.replace(config, eval_strategy="no"), notes
+    return dataclasses.replace(config, eval_strategy="no"), notes  # --eval-steps has no effect
 
 
 def _evaluation_line(num_samples: int, strategy: EvalStrategy, eval_steps: float) -> str:
@@ -164,17 +167,17 @@ def plan_of_samples(
         max_tokens: maximum tokens of a micro-batch; a ConfigError if a sample alone has more.
         max_samples: maximum samples of a micro-batch.
         limit: take only the first ``limit`` samples.
-        alignment: multiple of tokens that each sample is padded to.
+        alignment: each sample is padded to a multiple of this number of tokens.
     """
     lengths = reader.index.length[:limit]
-    aligned = aligned_lengths(lengths, alignment)
-    if max_tokens is not None and aligned.max(initial=0) > max_tokens:
-        too_long = np.flatnonzero(aligned > max_tokens)
-        first, longest = int(too_long[0]), int(aligned.max())
+    padded_lengths = aligned_lengths(lengths, alignment)
+    if max_tokens is not None and padded_lengths.max(initial=0) > max_tokens:
+        too_long = np.flatnonzero(padded_lengths > max_tokens)
+        first, longest = int(too_long[0]), int(padded_lengths.max())
         raise ConfigError(
             f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(too_long):,} of {len(lengths):,} samples are "
-            f"longer: sample {first} ({reader.sample(first).place}) has {int(aligned[first]):,} tokens, the longest "
-            f"{longest:,}",
+            f"longer: sample {first} ({reader.sample(first).place}) has {int(padded_lengths[first]):,} tokens, the "
+            f"longest {longest:,}",
             f"Raise it to {longest}, or leave it out.",
         )
     return plan_evaluation(

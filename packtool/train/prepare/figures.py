@@ -249,6 +249,8 @@ class RankTokens:
         return all(getattr(self, name) <= getattr(other, name) for name in names)
 
 
+NO_MEDIA = RankTokens(computed=0)
+
 NUM_LENGTHS = 8
 """The number of lengths up to a full micro-batch, which most packs nearly are; one with fillers may have one more."""
 
@@ -303,29 +305,23 @@ def peak_memory_batches(
 ) -> tuple[RankTokens, ...]:
     """The micro-batches of a rank that may need most memory.
 
-    Args:
-        config: with the packing length and the number of ranks that share a sequence.
-        inputs: of the plan; without caches, media are unknown.
-        shares: assignment of media to ranks that share sequences; computed here if None.
-
-    Returns:
-        a full micro-batch that has the maximum of each kind of tokens over all micro-batches of the plan; and with
-        ``--torch-compile``, one with fillers in place of media, if it is longer.
+    These are ``longest_micro_batches`` with the maximum of each kind of media over all micro-batches of the plan; media
+    of inputs without caches are unknown. ``shares`` assigns media to ranks that share sequences; computed here if None.
     """
     reader = inputs.reader
     if reader is None:
-        return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
-
+        return longest_micro_batches(config, inputs.model, NO_MEDIA)
     maxima = {name: int(tokens.max(initial=0)) for name, tokens in tokens_per_micro_batch(plan, inputs).items()}
-    tokens = RankTokens(**maxima | {"computed": 1})  # replaced by the length of a full micro-batch
+    media = RankTokens(**maxima)
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
-        shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, num_ranks)
-        tokens = _with_local_media(tokens, shares)
-    return longest_micro_batches(config, inputs.model, tokens)
+        if shares is None:
+            shares = assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, num_ranks)
+        media = _with_encoded_maxima(media, shares)
+    return longest_micro_batches(config, inputs.model, media)
 
 
-def _with_local_media(tokens: RankTokens, shares: MediaShares) -> RankTokens:
+def _with_encoded_maxima(tokens: RankTokens, shares: MediaShares) -> RankTokens:
     """Add the maximum of the media tokens that a rank encodes by itself."""
     max_vision = shares.max_per_rank(shares.media.tokens).max(initial=0)
     max_audio = shares.max_per_rank(shares.media.sounds).max(initial=0)
@@ -354,16 +350,18 @@ def tokens_per_micro_batch(plan: EpochPlan, inputs: Inputs) -> dict[str, Costs]:
     return {name: steps.micro_batch_sums(tokens) for name, tokens in per_pack.items()}
 
 
-def longest_micro_batches(config: TrainConfig, model: Mapping[str, Any], tokens: RankTokens) -> tuple[RankTokens, ...]:
-    """The longest micro-batch with the media of ``tokens``; and the longest one with fillers, if it is longer."""
+def longest_micro_batches(config: TrainConfig, model: Mapping[str, Any], media: RankTokens) -> tuple[RankTokens, ...]:
+    """The longest micro-batch with the tokens of ``media``; and, if it is longer, the longest one with fillers.
+
+    Fillers are documents of a few tokens that replace missing media; ``media.computed`` is not used.
+    """
     longest = with_fillers = max_tokens(config, config.sequence_parallel_ranks)
-    if config.torch_compile:
-        # Compiled micro-batches are padded to multiples of ``multiple``.
+    if config.torch_compile:  # compiled micro-batches are padded to multiples of ``multiple``
         multiple = length_step(longest)
         with_fillers = math.ceil((longest + num_fillers(family_of(model).kinds)) / multiple) * multiple
         longest = math.ceil(longest / multiple) * multiple
     longest, with_fillers = max(longest, 2), max(with_fillers, 2)
-    full = tokens.within(longest)
+    full = media.within(longest)
     return (full,) if with_fillers == longest else (full, RankTokens(computed=with_fillers, keys=full.keys))
 
 

@@ -22,8 +22,6 @@ import json
 import os
 import shutil
 import time
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +32,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.evaluation_file import plain_json
 from packtool.cache.manifest import Manifest
-from packtool.cache.origins import read_origins
+from packtool.cache.origins import DAMAGE_ERRORS, read_origins
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
@@ -43,13 +41,13 @@ from packtool.constants import VERSION
 from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.caches import portable_recipe
-from packtool.train.prepare.checkpoint import BatchShape, finished_checkpoints, read_run_state
+from packtool.train.prepare.checkpoint import Assignment, finished_checkpoints, read_run_state
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import HISTORY, METRICS_NAME
 from packtool.train.prepare.result import non_default_options
 from packtool.train.prepare.sample_losses import LossRecord, discard_later_losses
-from packtool.train.prepare.timeline import EpochStretch, Timeline
+from packtool.train.prepare.timeline import EpochSpan, Timeline
 
 _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
@@ -73,7 +71,7 @@ class Segment:
         num_steps: of the whole run, as planned at this start.
         config: options other than defaults, with absolute paths; ``--mix`` names the history's copy.
         caches: directory, fingerprint and number of samples of each.
-        assignments: as ``RunState`` has them, at least one.
+        assignments: of packs since the data last changed, at least one.
         changed_at: step after which the data last changed; None if they never did.
         plan, steps: fingerprints of the first epoch with these data.
     """
@@ -82,7 +80,7 @@ class Segment:
     num_steps: int
     config: Mapping[str, Any]
     caches: tuple[tuple[str, str, int], ...]
-    assignments: tuple[tuple[int, int, int, int], ...]
+    assignments: tuple[Assignment, ...]
     changed_at: int | None
     plan: str
     steps: str
@@ -144,7 +142,7 @@ def _read_segments(path: str) -> list[Segment]:
     for fields in segments:
         # JSON has lists in place of tuples, and the recipe's name without its folder.
         fields["caches"] = tuple(map(tuple, fields["caches"]))
-        fields["assignments"] = tuple(map(tuple, fields["assignments"]))
+        fields["assignments"] = tuple(Assignment(*each) for each in fields["assignments"])
         if "mix" in fields["config"]:
             fields["config"]["mix"] = os.path.join(os.path.dirname(path), fields["config"]["mix"])
     return [Segment(**fields) for fields in segments]
@@ -220,8 +218,7 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return _ledger_of(arrays)
-    # A shortened file is no zip file, or ends within an array.
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGE_ERRORS as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Give another checkpoint.") from error
 
 
@@ -257,10 +254,7 @@ def _read_sources(totals: Sequence[dict[str, Any]], arrays: Any) -> list[SourceL
 
 
 def _read_change(change: list[Any], arrays: Any, sizes: list[int]) -> DataChange:
-    """The change of the data in a ledger file: its step, epoch and, in runs with stages, stage.
-
-    ``sizes`` are the numbers of samples of the caches.
-    """
+    """The change of the data in a ledger file, from its ``_ledger_header``; ``sizes`` of the caches are in samples."""
     step, epoch, *stages = change
     left = tuple(_read_counts(arrays, f"{number}.left", size) for number, size in enumerate(sizes))
     if not stages:
@@ -359,51 +353,57 @@ def _with_recipe_copy(segment: Segment, folder: str) -> Segment:
 def ledger_after(
     ledger: Ledger, timeline: Timeline, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()
 ) -> Ledger:
-    """The ledger after ``step`` steps of a timeline, made of an earlier ledger of the run.
+    """Count the steps of a run from the step of ``ledger`` up to ``step``, and return the ledger after them.
 
-    Between the two, all ranks skipped the samples ``skipped``, and the steps ``left_out`` changed no weight.
+    In these steps, all ranks skipped the samples ``skipped``, and the steps ``left_out`` changed no weight.
     """
     inputs = timeline.inputs
-    while True:
-        stretch = timeline.stretch(ledger.step)  # the steps of the epoch that the ledger has reached
-        while ledger.epoch < stretch.epoch:
-            ledger = ledger.in_next_epoch()
-        if ledger.step >= step:
-            return dataclasses.replace(ledger, stage=timeline.stage_of(ledger.step))
-        new_steps = range(ledger.step, min(stretch.stop, step))  # steps of the run; step 0 of the plan is stretch.first
-        plan_steps = range(new_steps.start - stretch.first, new_steps.stop - stretch.first)
-        untrained = _untrained_samples(stretch, new_steps, skipped, left_out)
-        ledger = ledger.plus(stretch.plan, plan_steps, inputs.lengths, inputs.targets, untrained)
+    while ledger.step < step:
+        span = timeline.span_at(ledger.step)
+        ledger = _in_epoch(ledger, span.epoch)
+        steps = range(ledger.step, min(span.stop_step, step))
+        plan_steps = range(steps.start - span.first_step, steps.stop - span.first_step)
+        untrained = _untrained_samples(span, steps, skipped, left_out)
+        ledger = ledger.plus(span.plan, plan_steps, inputs.lengths, inputs.targets, untrained)
+    next_epoch, _ = timeline.locate(ledger.step)
+    return dataclasses.replace(_in_epoch(ledger, next_epoch), stage=timeline.stage_of(ledger.step))
+
+
+def _in_epoch(ledger: Ledger, epoch: int) -> Ledger:
+    """The ledger at the begin of ``epoch``, which is its own or a later one."""
+    while ledger.epoch < epoch:
+        ledger = ledger.in_next_epoch()
+    return ledger
 
 
 def _untrained_samples(
-    stretch: EpochStretch, steps: range, skipped: Skipped, left_out: Sequence[int]
+    span: EpochSpan, steps: range, skipped: Skipped, left_out: Sequence[int]
 ) -> npt.NDArray[np.int64]:
     """Positions, in the caches, of the samples of these steps of an epoch that were planned and not trained, (K,)."""
     skipped_samples = [sample for number, sample in skipped if number in steps and number not in left_out]
     untrained = [np.array(skipped_samples, np.int64)]
     for number in left_out:
         if number in steps:
-            plan_step = number - stretch.first
-            untrained.append(stretch.plan.samples_of(plan_step, plan_step + 1))
+            plan_step = number - span.first_step
+            untrained.append(span.plan.samples_of(plan_step, plan_step + 1))
     return np.concatenate(untrained)
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
-    """The ledger after ``step`` steps, for a checkpoint of an older packtool without one; no sample is skipped."""
+    """Return the ledger after ``step`` steps as if all planned samples were trained, for checkpoints without one."""
     inputs = timeline.inputs
-    before, in_epoch = _planned_counts(timeline, step)
-    counts = before + in_epoch
+    before_epoch, in_epoch = _planned_counts(timeline, step)
+    counts = before_epoch + in_epoch
     sources = []
     start = 0
     for source in begin_ledger(inputs.for_training.reader).sources:
-        of_cache = slice(start, start + source.num)  # the samples of one cache
+        of_cache = slice(start, start + source.num)  # positions of the samples of this cache
         start += source.num
         cache_counts = counts[of_cache]
         sources.append(
             dataclasses.replace(
                 source,
-                before=RowCounts.of(before[of_cache]),
+                before=RowCounts.of(before_epoch[of_cache]),
                 epoch=RowCounts.of(in_epoch[of_cache]),
                 num_samples=int(cache_counts.sum()),
                 tokens=int((cache_counts * inputs.lengths[of_cache]).sum()),
@@ -415,32 +415,32 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
 
 
 def _planned_counts(timeline: Timeline, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Planned occurrences of each sample before ``step``: in earlier epochs, and in its epoch; int64 (N,) each."""
+    """Count each sample in the steps before ``step``: in earlier epochs, and in the epoch of ``step``; (N,) each."""
     inputs = timeline.inputs
     num_samples = len(inputs.lengths)
-    current_epoch, epoch_step = timeline.locate(step)
-    # Samples of every epoch, (N,); a mixture draws others in each.
-    is_planned = np.bincount(timeline.first.full_packs.samples, minlength=num_samples) > 0
 
-    def occurrences(epoch: int) -> npt.NDArray[np.int64]:
-        """Occurrences of each sample in an epoch, (N,)."""
-        return np.asarray(is_planned if inputs.mixture is None else inputs.epoch_counts(epoch), np.int64)
+    def counts_of_epoch(epoch: int) -> npt.NDArray[np.int64]:
+        if inputs.mixture is not None:
+            return inputs.epoch_counts(epoch)
+        # Without a mixture, every epoch has the samples of the first one.
+        planned_samples = timeline.first_plan.full_packs.samples
+        return np.minimum(np.bincount(planned_samples, minlength=num_samples), 1)
 
-    before = np.zeros(num_samples, np.int64)
+    current_epoch, plan_step = timeline.locate(step)
+    before_epoch = np.zeros(num_samples, np.int64)
     for epoch in range(current_epoch):
-        before += occurrences(epoch)
-    if epoch_step == 0:
-        return before, np.zeros(num_samples, np.int64)
-    remaining = timeline.stretch(step).plan.packs_from(epoch_step).samples
-    return before, occurrences(current_epoch) - np.bincount(remaining, minlength=num_samples)
+        before_epoch += counts_of_epoch(epoch)
+    if plan_step == 0:
+        return before_epoch, np.zeros(num_samples, np.int64)
+    remaining = timeline.span_at(step).plan.packs_from(plan_step).samples
+    return before_epoch, counts_of_epoch(current_epoch) - np.bincount(remaining, minlength=num_samples)
 
 
 def begin_ledger(reader: CacheReader) -> Ledger:
     """The ledger of a run before its first step."""
     caches = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
-    return Ledger(
-        sources=tuple(SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in caches)
-    )
+    sources = [SourceLedger.begin(storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in caches]
+    return Ledger(sources=tuple(sources))
 
 
 @dataclass(frozen=True, eq=False)
@@ -464,14 +464,14 @@ class Replay:
         """Yield step, epoch, rank, micro-batch and pack of the epoch's plan of each time that a sample was trained."""
         start = self.segment.first
         while start < self.stop:
-            stretch = self.timeline.stretch(start)
-            plan, stop = stretch.plan, min(stretch.stop, self.stop)
+            span = self.timeline.span_at(start)
+            plan, stop = span.plan, min(span.stop_step, self.stop)
             for index in np.flatnonzero(plan.packs.samples == position):
                 pack = int(np.searchsorted(plan.packs.offsets, index, side="right")) - 1
                 plan_step, rank, micro_batch = map(int, plan.steps.locations()[pack])
-                step = stretch.first + plan_step
+                step = span.first_step + plan_step
                 if start <= step < stop:
-                    yield step, stretch.epoch, rank, micro_batch, pack
+                    yield step, span.epoch, rank, micro_batch, pack
             start = stop
 
 
@@ -494,10 +494,12 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
 
     ``stop`` is the first step that is not replayed, and ``model`` the directory of its model, if that has moved.
     """
-    _check_unchanged(segment)
-    config = segment.train_config
+    _check_caches_and_plan(segment)
+    config = dataclasses.replace(segment.train_config, output_dir=output_dir, cache_dir=None)
+    # The history replaces the checkpoint.
     config = dataclasses.replace(config, resume_from_checkpoint=None, data_change="refuse")
-    config = dataclasses.replace(config, cache_dir=None, output_dir=output_dir, model=model or config.model)
+    if model is not None:
+        config = dataclasses.replace(config, model=model)
     try:
         inputs = open_to_train(config)
     except ConfigError as error:
@@ -525,8 +527,7 @@ def _read_segment_change(output_dir: str, segment: Segment) -> DataChange | None
 
 def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
     """Raise a MismatchError if ``inputs`` have other packs or steps than a segment of the run in ``output_dir``."""
-    _, *batch_shape = segment.assignments[-1]  # without its first step
-    state = inputs.state(BatchShape(*batch_shape))
+    state = inputs.state(segment.assignments[-1].batch_shape)
     if (state.plan, state.steps) == (segment.plan, segment.steps):
         return
     plan_path = segment.train_config.plan
@@ -545,7 +546,7 @@ def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
     )
 
 
-def _check_unchanged(segment: Segment) -> None:
+def _check_caches_and_plan(segment: Segment) -> None:
     """Raise a MismatchError if a cache or the ``--plan`` of a segment is missing, or a cache has changed."""
     for directory, fingerprint, _ in segment.caches:
         try:

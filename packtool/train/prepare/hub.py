@@ -29,11 +29,7 @@ _RESUME_FILES += ["master_weights*", "global_step*", "zero_to_fp32.py", "latest"
 
 
 class HubUploads:
-    """The uploads of a run, on its first rank; creates the repository if it does not exist.
-
-    Raises:
-        ConfigError: if the hub cannot be reached, or refuses the name or the token.
-    """
+    """The uploads of a run, on its first rank; creates the repository if it does not exist."""
 
     def __init__(self, config: TrainConfig) -> None:
         name = config.hub_model_id or os.path.basename(os.path.abspath(config.output_dir))

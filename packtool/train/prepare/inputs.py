@@ -31,7 +31,12 @@ from packtool.planning.summary import PlanSummary
 from packtool.planning.towers import TowerWork
 from packtool.train.prepare.caches import packs_of
 from packtool.train.prepare.checkpoint import BatchShape, RunState
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, load_shared_prefixes, part_placement
+from packtool.train.prepare.shared_prefixes import (
+    SharedPrefixes,
+    find_shared_prefixes,
+    load_shared_prefixes,
+    part_placement,
+)
 
 _MAX_CACHED_PLANS = 2
 """Plans have tens of megabytes each; one is of the epoch in training, the other of the one read ahead."""
@@ -67,7 +72,7 @@ class Inputs:
         no_sharing_reason: message if prefixes could be shared, and are not.
         mixture: samples of an epoch; with stages, the samples of all stages; None without a recipe.
         stages: inputs of each stage of the recipe; empty without stages.
-        planner: equal inputs whose cached plans are reused; None to plan.
+        plan_source: equal inputs whose cached plans are reused; None to plan.
     """
 
     config: PlanConfig | TrainConfig
@@ -87,7 +92,7 @@ class Inputs:
     mixture: Mixture | None = None
     stages: tuple[Inputs, ...] = ()
     sequence_parallel_size: int = 1
-    planner: Inputs | None = None
+    plan_source: Inputs | None = None
     notes: tuple[str, ...] = ()
 
     def prepared(self) -> Inputs:
@@ -99,7 +104,7 @@ class Inputs:
         if self.saved_plan is not None:
             shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.model, self.reader)
         else:
-            shared, no_sharing_reason = self._find_shared(self.reader)
+            shared, no_sharing_reason = self._find_shared_prefixes(self.reader)
         towers = self.towers if shared is None else shared.towers(self.options.cost, self.targets)
         inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, towers=towers)
         if self.recipe is None:
@@ -107,9 +112,9 @@ class Inputs:
         max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
         return inputs.with_mixture(self.recipe, max_length)
 
-    def _find_shared(self, reader: CacheReader) -> tuple[SharedPrefixes | None, str | None]:
+    def _find_shared_prefixes(self, reader: CacheReader) -> tuple[SharedPrefixes | None, str | None]:
         """Find the prefixes to share; None, possibly with the reason, if every sample is computed in full."""
-        shared, no_sharing_reason = find_shared(
+        shared, no_sharing_reason = find_shared_prefixes(
             self.config,
             self.model,
             reader,
@@ -125,7 +130,7 @@ class Inputs:
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
         """Reuse prefixes, mixtures and cached plans of ``planned`` if its plans are the same; else ``prepared``."""
-        # Compare all options but the number of ranks, which each plan sets, and lengths, which are compared below.
+        # These options may differ: each plan sets the number of ranks, and lengths are compared by their effect.
         comparable_options = dataclasses.replace(
             self.options,
             max_length=planned.options.max_length,
@@ -133,8 +138,8 @@ class Inputs:
             world_size=planned.options.world_size,
         )
         # ``packtool plan`` leaves out samples that are longer than a pack; in training they are an error.
-        max_planned_length = planned.options.max_length
-        is_only_in_training = (self.lengths > max_planned_length) & (self.lengths <= self.options.max_length)
+        is_left_out = (self.lengths > planned.options.max_length) & (self.lengths <= self.options.max_length)
+        has_stages = bool(planned.stages)  # which have their own lengths
         has_same_plans = (
             self.reader is not None
             and planned.reader is not None
@@ -142,23 +147,26 @@ class Inputs:
             and comparable_options == planned.options
             and self.recipe == planned.recipe
             and np.array_equal(self.targets, planned.targets)
-            and (bool(planned.stages) or not is_only_in_training.any())
+            and (has_stages or not is_left_out.any())
         )
         if not has_same_plans:
             return self.prepared()
         return dataclasses.replace(
             self,
-            options=planned.options if planned.stages else self.options,  # with stages, of the longest packs
+            options=planned.options if has_stages else self.options,  # stages replace the options, see ``with_mixture``
             towers=planned.towers,
             shared=planned.shared,
             no_sharing_reason=planned.no_sharing_reason,
             mixture=planned.mixture,
             stages=planned.stages,
-            planner=planned,
+            plan_source=planned,
         )
 
     def with_mixture(self, recipe: Recipe, max_length: int) -> Inputs:
-        """Add the mixture of a recipe, or inputs for each stage; samples have at most ``max_length`` tokens."""
+        """Add the mixture of a recipe, or the inputs of each of its stages; samples have at most ``max_length`` tokens.
+
+        With stages, ``options`` are those of the stage with the longest packs.
+        """
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := _stage_problems(recipe, self):
@@ -167,15 +175,12 @@ class Inputs:
         mixtures = []
         for stage in recipe.stages:
             packing_length = stage.packing_length or self.options.packing_length
-            options = dataclasses.replace(
-                self.options, packing_length=packing_length, max_length=min(max_length, packing_length)
-            )
-            mixture = self._mixture_of(stage, options.max_length)
-            size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
+            max_stage_length = min(max_length, packing_length)
+            mixture = self._mixture_of(stage, max_stage_length)
             mixtures.append(mixture)
-            stages.append(
-                dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
-            )
+            size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
+            options = dataclasses.replace(self.options, packing_length=packing_length, max_length=max_stage_length)
+            stages.append(dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size))
         longest_stage = max(stages, key=lambda stage: stage.options.packing_length)
         return dataclasses.replace(
             self, recipe=recipe, options=longest_stage.options, mixture=_joined_mixture(mixtures), stages=tuple(stages)
@@ -192,7 +197,7 @@ class Inputs:
     def for_training(self) -> TrainInputs:
         assert isinstance(self.config, TrainConfig), "the inputs of a training run"
         assert self.files is not None, "a model is trained"
-        assert self.reader is not None, "checked with the settings"
+        assert self.reader is not None, "a run without --streaming has caches"
         return TrainInputs(self.config, self.files, self.reader)
 
     @cached_property
@@ -210,7 +215,7 @@ class Inputs:
 
     def plan_of(self, epoch: int, batch_shape: BatchShape) -> EpochPlan:
         """The plan of a full epoch; the last ones are cached."""
-        return (self.planner or self)._cached_plan_of(epoch, batch_shape)
+        return (self.plan_source or self)._cached_plan_of(epoch, batch_shape)
 
     @cached_property
     def _cached_plan_of(self) -> Callable[[int, BatchShape], EpochPlan]:
@@ -234,7 +239,10 @@ class Inputs:
         towers: TowerWork | None,
         untrained: Int64Array | None = None,
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture: of all samples, or of those at ``untrained``, (M,), ascending."""
+        """The plan of an epoch without a mixture, of the samples at ``untrained``, (M,), ascending; None for all.
+
+        ``shared`` are the prefixes of these samples; with them, a sample has only the media that it adds to its prefix.
+        """
         return plan_epoch(
             self.lengths,
             self.targets,
@@ -279,7 +287,7 @@ class Inputs:
             keeps_steps=keeps_steps,
         )
 
-    def unshared_summary(self, batch_shape: BatchShape) -> PlanSummary:
+    def summary_without_sharing(self, batch_shape: BatchShape) -> PlanSummary:
         """Packs and steps of the first epoch if no prefix were shared; packs it once more, without costs."""
         options = dataclasses.replace(self._options_for(batch_shape), cost=None, balance="none")
         seed, media_tokens = self.config.seed, self.media_tokens
@@ -302,7 +310,7 @@ class Inputs:
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)
 
     def state(self, batch_shape: BatchShape) -> RunState:
-        """The state of a run before its first step, to compare with checkpoints; plans the first epoch."""
+        """The state of a new run with these inputs, to compare with those of checkpoints."""
         config, _, reader = self.for_training
         plan_fingerprint, steps_fingerprint = self.fingerprints(batch_shape)
         return RunState.of(
@@ -386,19 +394,21 @@ class Inputs:
             )
         number = self._stage_at(ledger)
         stage = self.stages[number]
-        is_same_stage = False
-        first_epoch = ledger.epoch  # of the stage
-        if ledger.stage is not None and ledger.stage[0] == number:
-            is_same_stage = True
-            first_epoch = ledger.stage[1]
+        # A run that was in another stage, or had no stages, begins this one.
+        first_epoch, was_in_stage = ledger.epoch, False
+        if ledger.stage is not None:
+            saved_number, saved_first_epoch = ledger.stage
+            if saved_number == number:
+                first_epoch, was_in_stage = saved_first_epoch, True
 
-        def count_samples(before: Int64Array, in_epoch: Int64Array) -> Int64Array:
+        def count_samples(before_epoch: Int64Array, in_epoch: Int64Array) -> Int64Array:
             mixture = stage.mixture
             assert mixture is not None, "every stage has a mixture"
             if ledger.epoch == first_epoch:  # a stage begins with a partial epoch
-                mixture = mixture.partial_epoch(self._first_fraction(number, batch_shape), before)
+                mixture = mixture.partial_epoch(self._first_fraction(number, batch_shape), before_epoch)
             # Samples that another stage trained in this epoch do not count for this stage.
-            return mixture.epoch_counts(ledger.epoch, in_epoch if is_same_stage else np.zeros_like(in_epoch))
+            trained_by_stage = in_epoch if was_in_stage else np.zeros_like(in_epoch)
+            return mixture.epoch_counts(ledger.epoch, trained_by_stage)
 
         return EpochToResume(count_samples, stage.options.max_length, stage=(number, first_epoch))
 
@@ -415,15 +425,16 @@ class Inputs:
         if self.config.max_steps is not None:
             last = len(self.stages) - 1
             return next((number for number in range(last) if ledger.step < self.stage_end(number)), last)
-        if ledger.stage is None or ledger.stage[0] >= len(self.stages):
-            before = "none" if ledger.stage is None else f"at least {ledger.stage[0] + 1}"
+        number = None if ledger.stage is None else ledger.stage[0]
+        if number is None or number >= len(self.stages):
+            before = "none" if number is None else f"at least {number + 1}"
             assert self.recipe is not None, "stages are a recipe's"
             raise MismatchError(
                 f"{self.recipe.place} has {len(self.stages)} stages, and the run had {before}: its present stage is "
                 "unknown",
                 "Give the ends of stages in steps, with --max-steps; or keep the stages that the run had.",
             )
-        return ledger.stage[0]
+        return number
 
 
 def _describe_schedule(options: PlanOptions) -> str:
@@ -451,12 +462,9 @@ def _joined_mixture(mixtures: Sequence[Mixture]) -> Mixture:
 
 
 class EpochToResume(NamedTuple):
-    """The epoch in which a run with changed data resumes.
+    """The epoch in which a run with changed data resumes."""
 
-    ``count_samples`` returns how often the epoch has each sample, from the training counts of each sample before the
-    epoch, and in it; all int64 (N,).
-    """
-
+    # Converts how often each sample was trained before the epoch, and in it, to how often the epoch has it; (N,) each.
     count_samples: Callable[[Int64Array, Int64Array], Int64Array]
     max_length: int  # maximum tokens of a sample
     stage: tuple[int, int] | None  # 0-based number, and first epoch; None without stages
@@ -470,7 +478,7 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
         problems.append(
             f"{recipe.place}, stages: they cannot be combined with --schedule skrull; leave out one of them"
         )
-    previous_end = 0  # step of the run after which the previous stage ends, with --max-steps
+    previous_end = 0  # last step of the previous stage, with --max-steps
     for number, stage in enumerate(recipe.stages):
         key = f"{recipe.place}, stages[{number}]"
         problems += _pack_problems(key, stage, inputs.config)
@@ -481,13 +489,13 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
                     "(until: 30%)"
                 )
             continue
-        end = max(stage.until or round((stage.until_share or 0) * max_steps), 1)
-        if number + 1 == len(recipe.stages):  # the last stage ends with the run
-            if previous_end >= max_steps:
-                problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
-        elif not stage.end_text:
+        end = stage.until or max(round((stage.until_share or 0.0) * max_steps), 1)  # 1 if it is missing
+        is_last = number + 1 == len(recipe.stages)
+        if is_last and previous_end >= max_steps:
+            problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
+        elif not is_last and stage.until is None and stage.until_share is None:
             problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
-        elif end <= previous_end:
+        elif not is_last and end <= previous_end:
             problems.append(
                 f"{key}.until: {stage.end_text} is step {end:,}, not after step {previous_end:,}, where the "
                 "previous stage ends"

@@ -45,13 +45,9 @@ _SHOWN_DIGITS = 12  # of a SHA-256
 
 
 def lock_of(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
-    """Return the content of a lock file: sections, each with values by name.
-
-    Raises:
-        ConfigError: the model cannot be read.
-    """
+    """Return the content of a lock file: sections, each with values by name."""
     config, reader, files = inputs.config, inputs.reader, inputs.files
-    assert reader is not None, "checked with the settings"
+    assert reader is not None, "a lock file needs caches"
     if files is None:
         raise ConfigError(
             "packtool plan --lock: the model of the caches cannot be read here", "Give --model.", code="M001"

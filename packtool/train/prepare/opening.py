@@ -40,37 +40,28 @@ from packtool.train.prepare.costs import tower_work, with_costs
 from packtool.train.prepare.evaluation import with_evaluation
 from packtool.train.prepare.inputs import Inputs, TargetChoices
 
-_WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
+_NUM_TARGETS_ORDER: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
 """Order of the loss scales by their number of targets."""
 
 
 def choices_of_targets(
     reader: CacheReader, files: ModelFiles, loss_scale: str | None, recipe: Recipe | None
 ) -> TargetChoices:
-    """The choice of target tokens of each cache, where its loss scale differs from that of its export.
+    """The choice of target tokens of each cache whose loss scale differs from that of its export, else None.
+
+    Raises a MismatchError if the choice needs the rows, as with rules that weight parts of a text.
 
     Args:
         files: of the model, with the caches' chat template.
         loss_scale: of the run, for sources without their own.
         recipe: of the mixture, whose sources are the caches in their order; None without a mixture.
-
-    Raises:
-        MismatchError: if the targets cannot be chosen without the rows, as with rules that weight parts of a text.
     """
-    source_scales: list[str | None] = [None] * len(reader.directories)
-    if recipe is not None:
-        source_scales = [source.loss_scale for source in recipe.sources]
     choices = []
-    for directory, manifest, source_scale in zip(reader.directories, reader.manifests, source_scales, strict=True):
-        scale = loss_scale
-        option = "--loss-scale"  # names the setting of the scale in errors
-        if recipe is not None and source_scale is not None:
-            scale = source_scale
-            option = f"its loss_scale in {recipe.place}"
-        choice = None
-        if scale is not None:
-            choice = _target_choice(directory, manifest, files, scale, option)
-        choices.append(choice)
+    for number, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
+        scale, setting = loss_scale, "--loss-scale"
+        if recipe is not None and recipe.sources[number].loss_scale is not None:
+            scale, setting = recipe.sources[number].loss_scale, f"its loss_scale in {recipe.place}"
+        choices.append(None if scale is None else _target_choice(directory, manifest, files, scale, setting))
     return tuple(choices)
 
 
@@ -94,28 +85,27 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
 
 
 def _target_choice(
-    directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str
+    directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, setting: str
 ) -> TargetChoice | None:
     """The choice of the target tokens of one cache for a loss scale; None if its export had the same.
 
-    ``option`` names the setting of this loss scale in errors.
+    ``setting`` names this loss scale in errors.
     """
-    spec = manifest.identity.spec
     scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
-    wanted = parse_loss_scale(scale)
-    if parse_loss_scale(_exported_scale(manifest)) == wanted:
+    if parse_loss_scale(scale) == parse_loss_scale(_exported_scale(manifest)):
         return None
     processor_writes_text = bool(family_of(files.config).processor_inputs)
     problem = _target_problem(manifest, scale, processor_writes_text=processor_writes_text)
     if problem is None:
-        among_targets = bool(wanted.rules) or processor_writes_text
-        return TargetChoice.of_config(wanted.base, files.config, among_targets=among_targets)
+        base, rules = parse_loss_scale(scale)
+        among_exported = bool(rules) or processor_writes_text  # then only tokens that the export trains can be targets
+        return TargetChoice.of_config(base, files.config, among_targets=among_exported)
     changes: dict[str, str | None] = {"loss_scale": loss_scale}
-    if expand_problems(spec.get("expand_turns"), loss_scale):
+    if expand_problems(manifest.identity.spec.get("expand_turns"), loss_scale):
         changes["expand_turns"] = None  # this loss scale needs an export without --expand-turns
     raise MismatchError(
         f"{directory} {problem}",
-        f"Leave {option} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
+        f"Leave {setting} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
     )
 
 
@@ -125,27 +115,27 @@ def _exported_scale(manifest: Manifest) -> str:
 
 
 def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
-    """The reason why targets of loss scale ``scale`` cannot be chosen without the rows of a cache; None if they can.
+    """The reason why a cache needs its rows to choose the targets of another loss scale; None if it does not.
 
     ``processor_writes_text`` is True if the model's own processor writes the texts of its samples.
     """
     exported_scale = _exported_scale(manifest)
-    wanted, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
-    if _trains_shared_tokens(manifest, wanted.base):
+    requested, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
+    if _trains_shared_tokens(manifest, requested.base):
         return (
             f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
             "cannot be told without the rows"
         )
-    # Rules weight parts of texts, which a cache does not record. So rules can only be kept as they are, and only if the
-    # targets are limited to the last turn. ``TRAIN_NEWLINE`` cannot be kept: turns in a cache end before line breaks.
-    limits_to_last_turn = (exported.base, wanted.base) == ("default", "last_round")
-    keeps_rules = exported.rules == wanted.rules and limits_to_last_turn and TRAIN_NEWLINE not in exported.rules
-    if (exported.rules or wanted.rules) and not keeps_rules:
-        return (
-            f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
-            "cannot be told without the rows"
-        )
-    if processor_writes_text and _WIDTH[wanted.base] > _WIDTH[exported.base]:
+    if requested.rules or exported.rules:
+        # A cache does not record the parts of texts that rules weight. So rules must stay the same, and targets can
+        # only be limited to the last turn; but not with ``TRAIN_NEWLINE``, as turns in a cache end before line breaks.
+        limits_to_last_turn = (exported.base, requested.base) == ("default", "last_round")
+        if requested.rules != exported.rules or not limits_to_last_turn or TRAIN_NEWLINE in exported.rules:
+            return (
+                f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
+                "cannot be told without the rows"
+            )
+    if processor_writes_text and _NUM_TARGETS_ORDER[requested.base] > _NUM_TARGETS_ORDER[exported.base]:
         return (
             f"was exported with --loss-scale {exported_scale}: among the tokens that {scale} trains in addition, "
             "placeholders of media cannot be told from text, because the model's own processor wrote them"
@@ -161,17 +151,17 @@ def _trains_shared_tokens(manifest: Manifest, base: Base) -> bool:
     return "expand_turns" in spec or (base == "all" and has_samples_by_response)
 
 
-def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
+def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> Inputs:
     """Open the caches of a training run, check that they fit its model and options, and prepare their plans.
 
-    Plans of ``planned``, the inputs of ``packtool plan`` for this run, are reused if they would be the same.
+    Plans of ``preview_inputs``, those of ``packtool plan`` for this run, are reused if they would be the same.
     """
     files = ModelFiles.load(config.model)
     directories, recipe = named_sources(config)
     if config.mix is not None:
         config = dataclasses.replace(config, cached_dataset=directories)
     reader = open_caches(directories, config, files)
-    config, notes = with_evaluation(config, reader)
+    config, evaluation_notes = with_evaluation(config, reader)
     files = with_cache_template(reader, files)
     if recipe is not None:
         check_sources(reader, recipe, files)
@@ -181,7 +171,6 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
     if config.plan is not None:
         saved_plan = read_plan(config.plan)
         check_plan(saved_plan, config, reader)
-    notes = [*_web_media_warning(config, reader), *notes]
     inputs = _make_inputs(
         config,
         _training_options(config, reader, saved_plan),
@@ -191,9 +180,9 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         targets=targets,
         target_choices=choices,
         saved_plan=saved_plan,
-        notes=tuple(notes),
+        notes=(*_web_media_warning(config, reader), *evaluation_notes),
     )
-    return inputs.prepared() if planned is None else inputs.reuse_plans(planned)
+    return inputs.prepared() if preview_inputs is None else inputs.reuse_plans(preview_inputs)
 
 
 def _training_options(config: TrainConfig, reader: CacheReader, saved_plan: SavedPlan | None) -> PlanOptions:
@@ -206,10 +195,7 @@ def _training_options(config: TrainConfig, reader: CacheReader, saved_plan: Save
 
 
 def _web_media_warning(config: TrainConfig, reader: CacheReader) -> list[str]:
-    """A warning if training may need media by web addresses, and must not load them; else empty.
-
-    It comes before training, because the one sample with a web address may come after hours.
-    """
+    """A warning if training may need media by web addresses, maybe after hours, and must not load them; else empty."""
     if config.media_access == "any" or not any(map(_may_have_web_media, reader.manifests)):
         return []
     return ["a cache was exported with --media-access any: if its rows have web addresses, training needs it too"]
@@ -222,30 +208,29 @@ def _may_have_web_media(manifest: Manifest) -> bool:
     return allows_web and has_media and manifest.identity.spec["media"] == "reference"
 
 
-def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Inputs:
+def open_to_plan(config: PlanConfig, sweep_length: int | None = None) -> Inputs:
     """Open the caches, or the file of lengths, of ``packtool plan``; the inputs are not yet ``prepared``.
 
-    Samples longer than a pack are left out; with ``--max-length`` they are an error, as in training. ``packing_length``
-    replaces that of ``config``, for ``--sweep``.
+    With ``--sweep``, ``sweep_length`` replaces the packing length of ``config``.
     """
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
-    capacity = packing_length or config.packing_length  # maximum tokens of a pack; None for those of a sample
+    packing_length = sweep_length or config.packing_length
     if reader is not None:
         lengths: npt.NDArray[np.integer[Any]] = reader.index.length
         targets = planned_targets(reader, recipe, config.model)
-        longest = max(manifest.max_length for manifest in reader.manifests)
+        max_length = max(manifest.max_length for manifest in reader.manifests)
     else:
         lengths = targets = read_lengths(str(config.lengths))
-        longest = capacity or int(lengths.max(initial=1))
+        max_length = packing_length or int(lengths.max(initial=1))
     files = _planned_model_files(config, reader)
-    if packing_length is None and config.max_length is not None:
-        max_length = config.max_length
-    else:  # the lengths of --sweep leave out longer samples, even with --max-length
-        max_length = min(config.max_length or longest, capacity or longest)
-    num_ranks = config.world_size // config.sequence_parallel_ranks  # data-parallel ones
-    options = plan_options(config, max_length=max_length, world_size=num_ranks)
-    options = dataclasses.replace(options, packing_length=capacity or max_length)
+    max_length = config.max_length or max_length
+    # Samples longer than a pack are left out; with --max-length they are an error, as in training, except in a sweep.
+    if packing_length is not None and (config.max_length is None or sweep_length is not None):
+        max_length = min(max_length, packing_length)
+    num_data_ranks = config.world_size // config.sequence_parallel_ranks
+    options = plan_options(config, max_length=max_length, world_size=num_data_ranks)
+    options = dataclasses.replace(options, packing_length=packing_length or max_length)
     if recipe is not None and recipe.stages and config.sweep is not None:
         raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Plan without --sweep.")
     return _make_inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
@@ -271,16 +256,16 @@ def _make_inputs(
 ) -> Inputs:
     """Make ``Inputs`` with the costs of the model, or of a model with 8 billion weights if ``files`` is None.
 
-    ``fields`` are further fields of ``Inputs``; without ``lengths``, those of the caches are taken.
+    ``fields`` are further fields of ``Inputs``; lengths and media are by default those of the caches of ``reader``.
     """
     model = MODEL_PRESETS["8b"] if files is None else files.config
-    hardware = read_hardware(config.hardware)
-    options = with_costs(options, model, config, hardware, config.sequence_parallel_type)
+    options = with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     assert options.cost is not None, "with_costs adds it"
+    cache_fields: dict[str, Any] = {}
     if reader is not None:
         index = reader.index
-        fields = {"lengths": index.length, "media_tokens": index.media_tokens, **fields}
-        fields["towers"] = tower_work(options.cost, index)
+        cache_fields = {"lengths": index.length, "media_tokens": index.media_tokens}
+        cache_fields["towers"] = tower_work(options.cost, index)
     return Inputs(
         config=config,
         options=options,
@@ -289,28 +274,28 @@ def _make_inputs(
         model=model,
         files=files,
         sequence_parallel_size=config.sequence_parallel_ranks,
-        **fields,
+        **{**cache_fields, **fields},
     )
 
 
-def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_size: int) -> PlanOptions:
-    """The options of the planner, for samples of up to ``max_length`` and ``world_size`` data-parallel ranks."""
+def plan_options(config: PlanConfig | TrainConfig, *, max_length: int, world_size: int) -> PlanOptions:
+    """The options of the planner, for samples of up to ``max_length`` tokens and ``world_size`` data-parallel ranks."""
     skrull = None
-    if options.schedule == "skrull":
-        if options.bucket_tokens is None:
+    if config.schedule == "skrull":
+        if config.bucket_tokens is None:
             remedy = "Give a number of tokens, as in --bucket-size 8192."
             raise ConfigError("--bucket-size auto is decided by packtool train, and not known here.", remedy)
-        num_ranks = options.sequence_parallel_ranks
+        num_sharing = config.sequence_parallel_ranks  # ranks that share a sequence
         skrull = SkrullOptions(
-            bucket_size=options.bucket_tokens,
-            sequence_parallel_size=num_ranks,
-            alignment=2 * num_ranks,  # zigzag gives each rank an early and a late part of a sharded sequence
+            bucket_size=config.bucket_tokens,
+            sequence_parallel_size=num_sharing,
+            alignment=2 * num_sharing,  # zigzag gives each rank an early and a late part of a sharded sequence
         )
-    return part_of(
+    return part_of(  # the other options are fields of the same names
         PlanOptions,
-        options,
+        config,
         max_length=max_length,
-        packing_length=options.packing_length or max_length,
+        packing_length=config.packing_length or max_length,
         world_size=world_size,
         skrull=skrull,
     )

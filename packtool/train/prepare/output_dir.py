@@ -103,7 +103,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=model, output_dir=folder, add_version=True)
 
 
-def with_resumed_version(config: TrainConfig) -> TrainConfig:
+def with_resumed_folder(config: TrainConfig) -> TrainConfig:
     """The settings of a run with ``--add-version`` that resumes in the numbered folder of its checkpoint."""
     resume = config.resume_from_checkpoint
     if not config.add_version or resume is None or resume.lower() == "false":
@@ -121,7 +121,7 @@ def with_resumed_version(config: TrainConfig) -> TrainConfig:
 
 def newest_checkpoint(config: TrainConfig) -> str | None:
     """The checkpoint that ``--resume-from-checkpoint true`` names; None if there is none."""
-    resumed = with_resumed_version(dataclasses.replace(config, resume_from_checkpoint="true"))
+    resumed = with_resumed_folder(dataclasses.replace(config, resume_from_checkpoint="true"))
     checkpoints = finished_checkpoints(resumed.output_dir)
     return checkpoints[-1] if checkpoints else None
 
@@ -132,12 +132,12 @@ class ResumePoint:
 
     Args:
         checkpoint: directory of the checkpoint; None to train from the beginning.
-        before: state to resume from; ``packtool.Batches`` has one without a checkpoint, which its user keeps.
+        saved_state: to resume from; ``packtool.Batches`` has one without a checkpoint, which its user keeps.
         weights: checkpoint from which only the weights are loaded; None for those of the model.
     """
 
     checkpoint: str | None = None
-    before: RunState | None = None
+    saved_state: RunState | None = None
     weights: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -152,7 +152,7 @@ class ResumePoint:
     @property
     def start(self) -> int:
         """The first step to train."""
-        return self.before.step if self.before is not None else 0
+        return 0 if self.saved_state is None else self.saved_state.step
 
 
 def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
@@ -161,7 +161,7 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
     Returns:
         the checkpoint's directory, None without one; and warnings on damaged checkpoints.
     """
-    _check_is_possible(config.output_dir)
+    _check_can_create(config.output_dir)
     checkpoint, warnings = find_checkpoint(
         config.resume_from_checkpoint, config.output_dir, only_model=config.resume_only_model
     )
@@ -193,23 +193,23 @@ def _check_has_no_run(output_dir: str) -> None:
 
 def refuse_other_run(config: TrainConfig) -> None:
     """Raise a MismatchError if another run is training in the output directory; writes nothing."""
-    config = with_resumed_version(config)
+    config = with_resumed_folder(config)
     if not config.add_version:
         refuse_if_busy(os.path.abspath(config.output_dir))
 
 
 @contextlib.contextmanager
 def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
-    """Create and lock the output directory in the first process of a run; a dry run only checks that it is free.
+    """Create and lock the output directory in the first process of a run; a dry run only checks that no run uses it.
 
     Directories that were created and are empty at the end are removed.
 
     Yields:
-        the settings, in the first process with the numbered folder of ``--add-version``; and the lock, None in other
-        processes and in a dry run.
+        the settings, whose output directory is in the first process the new folder of ``--add-version``; and the lock,
+        None in other processes and in a dry run.
     """
-    config = with_resumed_version(config)
-    _check_is_possible(config.output_dir)
+    config = with_resumed_folder(config)
+    _check_can_create(config.output_dir)
     if config.dry_run:
         refuse_other_run(config)
     if config.dry_run or not world.is_first:
@@ -220,7 +220,7 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
         os.makedirs(config.output_dir, exist_ok=True)
         if config.add_version:
             config = dataclasses.replace(config, output_dir=_new_version(config.output_dir))
-            new_directories.insert(0, config.output_dir)
+            new_directories.insert(0, config.output_dir)  # the innermost one is removed first
     except OSError as error:
         raise StorageError(f"--output-dir {config.output_dir} cannot be created: {error.strerror}", _REMEDY) from error
     try:
@@ -283,7 +283,7 @@ def _delete_run(output_dir: str) -> None:
             os.remove(os.path.join(output_dir, name))
 
 
-def _check_is_possible(output_dir: str) -> None:
+def _check_can_create(output_dir: str) -> None:
     """Raise a ConfigError or StorageError unless the directory is writable, or can be created."""
     if not output_dir:
         raise ConfigError("--output-dir is empty", _REMEDY)

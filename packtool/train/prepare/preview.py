@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from packtool.planning.summary import (
 )
 from packtool.planning.tree_parts import TreeParts
 from packtool.train.prepare.checkpoint import (
+    Assignment,
     BatchShape,
     find_checkpoint,
     is_checkpoint,
@@ -84,7 +86,7 @@ class Preview:
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
         summary = self.plan.summary
-        assert summary.balance is not None, "a preview knows costs"
+        assert summary.balance is not None, "a preview plans with costs"
         figures: dict[str, Any] = {
             "num_samples": summary.num_samples,
             "num_samples_in_caches": summary.num_cached,
@@ -96,7 +98,7 @@ class Preview:
             **self._pack_figures(),
             "plan_seconds": round(self.seconds, 4),
             **self._step_figures(),
-            **self._plain_batches(),
+            **self._padded_figures(),
             "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
             "balance": summary.balance.figures(),
@@ -146,7 +148,7 @@ class Preview:
     def _slowest_flops(self) -> float:
         """FLOPs of one process in the run if it were the slowest in every step, as all processes wait for that."""
         summary = self.plan.summary
-        assert summary.balance is not None, "a preview knows costs"
+        assert summary.balance is not None, "a preview plans with costs"
         if self.inputs.stages:
             flops = self.timeline.slowest_flops()
         else:
@@ -155,21 +157,21 @@ class Preview:
         return flops / self.options.world_size / self.first_inputs.sequence_parallel_size
 
     @cached_property
-    def unshared_summary(self) -> PlanSummary:
+    def summary_without_sharing(self) -> PlanSummary:
         """The summary of the first epoch if no prefix were shared."""
         if self.inputs.shared is None:
             return self.plan.summary
-        return self.inputs.unshared_summary(self.timeline.stages[0].sections[0].batch_shape)
+        return self.inputs.summary_without_sharing(self.timeline.stages[0].sections[0].batch_shape)
 
-    def _plain_batches(self) -> dict[str, Any]:
-        """Figures of the same samples in padded batches, with as many rows as a pack has samples on average.
+    def _padded_figures(self) -> dict[str, Any]:
+        """Figures of the same samples in padded batches, whose rows are single samples instead of packs.
 
-        Of more than 250,000 samples, every n-th is batched, and the padding of these is reported: ordering all of
-        them at random would take longer than packing them.
+        A batch has as many rows as a micro-batch of packs has samples on average, and so needs about as much memory.
+        Of more than 250,000 samples, only every n-th is batched, because to shuffle them takes longer than to pack.
         """
-        inputs = self.first_inputs
-        # A padded batch of this many rows needs about as much memory as a pack.
-        num_rows = max(round(self.unshared_summary.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
+        inputs, num_samples = self.first_inputs, self.plan.summary.num_samples
+        samples_per_pack = self.summary_without_sharing.samples_per_pack
+        num_rows = max(round(samples_per_pack), 1) * inputs.options.per_device_train_batch_size
         options = dataclasses.replace(
             self.options,
             packing=False,
@@ -185,18 +187,18 @@ class Preview:
             samples_per_step=None,
             skrull=None,
         )
-        seed, num_samples = self.inputs.config.seed, self.plan.summary.num_samples
-        if inputs.mixture is None:
-            stride = -(-num_samples // _MAX_PADDED_SAMPLES)  # 1 for up to 250,000 samples
-            padded = plan_epoch(inputs.lengths[::stride], inputs.targets[::stride], options, seed=seed)
-        else:
+        seed = inputs.config.seed
+        if inputs.mixture is not None:
             padded = plan_mixture(inputs.mixture, options, seed=seed)
+        else:
+            stride = math.ceil(num_samples / _MAX_PADDED_SAMPLES)
+            padded = plan_epoch(inputs.lengths[::stride], inputs.targets[::stride], options, seed=seed)
         fill = padded_fill(padded.packs, padded.steps)  # fraction of tokens that are no padding
         return {
             "padding_of_plain_batches": 1 - fill,
             "rows_of_plain_batches": num_rows,
-            "steps_of_plain_batches": -(-num_samples // options.samples_per_plain_step),
-            "tokens_of_plain_batches": round(self.unshared_summary.num_tokens / fill),
+            "steps_of_plain_batches": math.ceil(num_samples / options.samples_per_plain_step),
+            "tokens_of_plain_batches": round(self.summary_without_sharing.num_tokens / fill),
         }
 
     @cached_property
@@ -233,41 +235,41 @@ class Preview:
         shared = self.inputs.shared
         if shared is None:
             return self.inputs.no_sharing_reason
-        assert self.options.cost is not None, "a preview knows costs"
-        return shared.line(self.options.cost, self.plan.summary.num_steps, self.unshared_summary.num_steps)
+        assert self.options.cost is not None, "a preview plans with costs"
+        return shared.line(self.options.cost, self.plan.summary.num_steps, self.summary_without_sharing.num_steps)
 
     def _shared_figures(self) -> dict[str, Any] | None:
         """Savings by shared prefixes; None if there are none."""
         shared = self.inputs.shared
         if shared is None:
             return None
-        assert self.options.cost is not None, "a preview knows costs"
+        assert self.options.cost is not None, "a preview plans with costs"
         samples_per_tree = np.diff(shared.trees.offsets)
         samples_per_tree = samples_per_tree[samples_per_tree > 1]  # a tree of one sample shares nothing
-        step_of_pack = self.plan.steps.locations()[:, 0]
+        steps, _ranks, _micro_batches = self.plan.steps.locations().T  # of each pack
         return {
             "num_trees": len(samples_per_tree),
             "samples_per_tree": float(samples_per_tree.mean()),
             "largest_tree": int(samples_per_tree.max()),
-            **({} if self.parts is None else self.parts.figures(step_of_pack)),
-            "tokens_without": shared.num_whole_tokens,
+            **({} if self.parts is None else self.parts.figures(steps)),
+            "tokens_without": shared.num_tokens_without_sharing,
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
             "tower_work_share_saved": shared.tower_work_saved(self.options.cost),
-            "packs_without": self.unshared_summary.num_packs,
-            "steps_without": self.unshared_summary.num_steps,
+            "packs_without": self.summary_without_sharing.num_packs,
+            "steps_without": self.summary_without_sharing.num_steps,
         }
 
     def save(self, path: str) -> None:
         """Write a plan file: packs for ``packtool train --plan``, and steps of the first epoch for other readers."""
         reader = self.inputs.reader
-        assert reader is not None, "checked with the settings"
-        # A plan file has the packs of one epoch, so it does not record the mixture.
+        assert reader is not None, "--save needs caches"
+        # A plan file has the packs of one epoch, so it does not record the fingerprint of a mixture.
         packs = dataclasses.replace(self.plan.full_packs, mixture="")
-        # Step, rank and micro-batch of each sample. Skrull assigns samples one by one: ``plan.packs`` then has a pack
-        # for each sample, in the order of ``full_packs``.
-        samples_per_assigned_pack = np.diff(self.plan.packs.offsets)
-        locations = np.repeat(self.plan.steps.locations(), samples_per_assigned_pack, axis=0)
+        # The step, rank and micro-batch of each sample are those of its pack in ``plan.packs``. With Skrull, each of
+        # these has a single sample; ``full_packs`` has the same samples in the same order.
+        samples_per_pack = np.diff(self.plan.packs.offsets)
+        locations = np.repeat(self.plan.steps.locations(), samples_per_pack, axis=0)
         plan = SavedPlan(
             samples=packs.samples,
             offsets=packs.offsets,
@@ -280,7 +282,7 @@ class Preview:
             cache=reader.fingerprint,
             plan=packs.fingerprint,
             num_cached=len(reader),
-            parts="" if self.parts is None else self.parts.placement,
+            parts="" if self.parts is None else self.parts.placement,  # of trees that take several packs
         )
         write_plan(path, plan)
 
@@ -292,27 +294,26 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     inputs = inputs.prepared()
     options = inputs.options
     batch_shape = BatchShape.of(config, options.world_size)
-    timeline = Timeline.of(inputs, ((0, *batch_shape),))
+    timeline = Timeline.of(inputs, (Assignment(0, *batch_shape),))
     return Preview(inputs, timeline, timeline.stages[0].sections[0].full, time.perf_counter() - begin)
 
 
 def resumed_figures(config: PlanConfig) -> dict[str, Any]:
-    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run with its own options.
+    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run; return figures by name, as for JSON.
 
-    Returns:
-        all figures by their names in JSON; of the run's own caches if ``config`` has neither caches nor a recipe.
+    The run keeps its own options, but takes the caches or the recipe of ``config`` if it has any.
     """
     run = _resumed_run(config)
     checkpoint = run.resume_point.checkpoint
     assert checkpoint is not None, "the run resumes from one"
     timeline = run.caches.timeline
-    stretch = timeline.stretch(run.start)
-    samples_left = stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)
+    span = timeline.span_at(run.start)
+    samples_left = span.plan.samples_of(run.start - span.first_step, span.num_steps)
     return {
         "checkpoint": checkpoint,
         "step": run.start,
-        "epoch": stretch.epoch,
-        "steps_left_in_epoch": stretch.stop - run.start,
+        "epoch": span.epoch,
+        "steps_left_in_epoch": span.stop_step - run.start,
         "steps_per_epoch": timeline.steps_per_epoch,
         "steps": timeline.num_steps,
         "steps_before": steps_planned(checkpoint),
@@ -327,11 +328,12 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
 def _resumed_run(config: PlanConfig) -> Run:
     """The run as ``packtool train`` would resume it from the checkpoint or output directory of ``--resume``."""
     assert config.resume is not None, "the command has --resume"
-    directory = config.resume.rstrip("/")  # a checkpoint, or the output directory of a run
+    directory = config.resume.rstrip("/")
     output_dir = run_directory(directory)
     segments = read_history(output_dir)
-    checkpoint, _ = find_checkpoint(directory if is_checkpoint(directory) else "true", output_dir)
-    assert checkpoint is not None, "a directory was named"
+    resume_from = directory if is_checkpoint(directory) else "true"  # the newest checkpoint
+    checkpoint, _ = find_checkpoint(resume_from, output_dir)
+    assert checkpoint is not None, "find_checkpoint raises an error instead"
     segment = _segment_before(segments, read_run_state(checkpoint).step)
     train_config = dataclasses.replace(
         segment.train_config, output_dir=output_dir, resume_from_checkpoint=checkpoint, data_change="allow"
@@ -342,9 +344,8 @@ def _resumed_run(config: PlanConfig) -> Run:
         raise ConfigError.from_problems(problems)
     num_sharing = train_config.sequence_parallel_ranks  # processes that share a sequence
     num_processes = config.world_size
-    if num_processes == 1:  # the default of ``packtool plan``: take as many as the run had
-        _, num_data_parallel, *_ = segment.assignments[-1]
-        num_processes = num_data_parallel * num_sharing
+    if num_processes == 1:  # this is the default of ``packtool plan``, so take as many processes as the run had
+        num_processes = segment.assignments[-1].world_size * num_sharing
     return Run.of(train_config, World(size=num_processes).shared_by(num_sharing))
 
 

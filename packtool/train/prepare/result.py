@@ -149,7 +149,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
 
 def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) -> Iterator[str]:
     """Describe the plan before the first step."""
-    summary = timeline.first.summary
+    summary = timeline.first_plan.summary
     yield from _sample_lines(config, timeline)
     processes = f"{num_processes} process{'es' if num_processes > 1 else ''}"
     if summary.skrull is not None:
@@ -168,7 +168,7 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
 
 def _sample_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
     """Describe the samples of the first epoch, and those of the caches that it leaves out."""
-    summary = timeline.first.summary
+    summary = timeline.first_plan.summary
     line = f"samples in the caches: {summary.num_cached:,}"
     if summary.num_filtered:
         if config.plan is not None:
@@ -202,22 +202,22 @@ def _skrull_line(summary: PlanSummary, skrull: SkrullFigures) -> str:
 
 def _packing_lines(config: TrainConfig, timeline: Timeline, processes: str) -> Iterator[str]:
     """Describe the packs and steps of a packed plan without Skrull; ``processes`` is text such as ``8 processes``."""
-    summary = timeline.first.summary
+    summary = timeline.first_plan.summary
     num_steps = timeline.num_steps
     yield (
         f"packing: yes (--packing false pads); packing length: {summary.options.packing_length:,}, packing processes: "
         f"{summary.options.packing_num_proc}, {processes}"
     )
-    has_fixed_steps = config.samples_per_step is not None
-    lower_bound = "" if has_fixed_steps else f" (at least {summary.lower_bound:,} are needed)"
-    free = " (free space is not computed)" if has_fixed_steps else ""
-    yield (
-        f"packs: {summary.num_packs:,}{lower_bound}, {summary.samples_per_pack:.2f} samples a pack, fill "
-        f"{summary.fill:.2%}{free}"
+    packs, fill = (
+        f"packs: {summary.num_packs:,}",
+        f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}",
     )
-    if has_fixed_steps:
-        yield f"optimizer steps: {num_steps:,}, as without packing; {fixed_batch_clause(summary, timeline.first.steps)}"
+    if config.samples_per_step is not None:  # then packs have free space, which is not computed
+        yield f"{packs}, {fill} (free space is not computed)"
+        batch_clause = fixed_batch_clause(summary, timeline.first_plan.steps)
+        yield f"optimizer steps: {num_steps:,}, as without packing; {batch_clause}"
         return
+    yield f"{packs} (at least {summary.lower_bound:,} are needed), {fill}"
     if last := last_step_line(timeline):
         yield last
     num_unpacked_steps = timeline.num_steps_without_packing()
@@ -233,7 +233,7 @@ def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
     """Compare the batch with that of unpacked training, and advise on learning rate and warm-up."""
     if not config.packing:
         return
-    summary = timeline.first.summary
+    summary = timeline.first_plan.summary
     yield batch_sentence(summary)
     if summary.batch_growth >= MIN_GROWTH_FOR_ADVICE:
         steps, plain = timeline.num_steps, timeline.num_steps_without_packing()
@@ -246,7 +246,7 @@ def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
 
 def last_step_line(timeline: Timeline) -> str | None:
     """A line on an epoch's last step if it is smaller than the others."""
-    steps = timeline.first.steps
+    steps = timeline.first_plan.steps
     packs_before = steps.micro_batch_offsets[steps.step_offsets]
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
     if last == full and not steps.num_empty_micro_batches:

@@ -36,14 +36,8 @@ from packtool.planning.ledger import (
     row_keys,
 )
 from packtool.planning.pack_plan import Int64Array
-from packtool.train.prepare.checkpoint import RunState, check_resumable, steps_planned
-from packtool.train.prepare.history import (
-    begin_ledger,
-    history_of,
-    ledger_of_plan,
-    origins_path,
-    read_ledger,
-)
+from packtool.train.prepare.checkpoint import Assignment, RunState, check_resumable, steps_planned
+from packtool.train.prepare.history import begin_ledger, history_of, ledger_of_plan, origins_path, read_ledger
 from packtool.train.prepare.inputs import EpochToResume, Inputs
 from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.timeline import Timeline
@@ -52,16 +46,16 @@ from packtool.train.prepare.timeline import Timeline
 class NewCacheCounts(NamedTuple):
     """Training counts of the N samples of a new cache, transferred from removed caches that have the same samples."""
 
-    before: Int64Array  # in earlier epochs, (N,)
-    in_epoch: Int64Array
+    before_epoch: RowCounts
+    in_epoch: RowCounts
     num_unmatched: int  # samples that no removed cache has
 
 
 class MatchedCounts(NamedTuple):
     """The result of matching the samples of new and removed caches."""
 
-    new: dict[int, NewCacheCounts]  # by number of the cache in the reader
-    is_gone: list[npt.NDArray[np.bool_]]  # of each removed cache, (M,): samples that no new cache has
+    new: dict[int, NewCacheCounts]  # by the number of the new cache in the reader
+    is_gone: list[npt.NDArray[np.bool_]]  # of each removed cache, (its samples,): those that no new cache has
 
 
 class ContentMatches(NamedTuple):
@@ -75,71 +69,69 @@ _NO_MATCHES = ContentMatches(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def _match_counts(
-    removed: Sequence[SourceLedger], num_leaving: int, reader: CacheReader, new: Sequence[int], history: str
+    removed_now: Sequence[SourceLedger],
+    removed_earlier: Sequence[SourceLedger],
+    reader: CacheReader,
+    new_caches: Sequence[int],
+    history_dir: str,
 ) -> MatchedCounts:
-    """Match the samples of new caches to those of removed ones, first by file and row, then by content.
+    """Match the samples of new caches to those of removed caches, by file and row, else by content.
 
-    Args:
-        removed: ledgers of removed caches; the first ``num_leaving`` were removed since the checkpoint, the others
-            earlier. Their samples are joined to one sequence of M samples, one cache after the other.
-        new: numbers of the new caches in ``reader``.
+    The samples of ``removed_now`` (caches removed since the checkpoint) and ``removed_earlier`` are joined to one
+    sequence of M samples, in this order. ``new_caches`` are numbers of caches in ``reader``.
     """
-    if not new or not removed:
-        return _unmatched_counts(removed, reader, new)
-    before = concatenate_counts([source.before for source in removed])  # (M,)
+    removed = [*removed_now, *removed_earlier]
+    if not new_caches or not removed:
+        return _unmatched_counts(removed, reader, new_caches)
+    before_epoch = concatenate_counts([source.before for source in removed])  # (M,)
     in_epoch = concatenate_counts([source.epoch for source in removed])  # (M,)
-    candidates = _match_candidates(before + in_epoch, removed[:num_leaving])
-    old_origins = [_old_origins(source, history) for source in removed]
-    new_origins = {cache: read_origins(reader, cache) for cache in new}
+    counts = before_epoch + in_epoch
+    candidates = _match_candidates(counts, removed_now)
+    old_origins = [_old_origins(source, history_dir) for source in removed]
+    new_origins = {cache: read_origins(reader, cache) for cache in new_caches}
     row_matches = _match_rows(old_origins, new_origins, candidates)
-    # Match by content the candidates whose row is in none of the new caches.
-    is_unmatched = np.logical_and.reduce([row_match.is_gone for row_match in row_matches.values()])
-    unmatched_by_row = candidates[is_unmatched]
-    content_matches = _match_contents(removed, unmatched_by_row, before + in_epoch, reader, row_matches)
-    if content_matches is None:
+    has_new_row = np.zeros(len(candidates), np.bool_)  # whether any new cache has the row of the candidate
+    for row_match in row_matches.values():
+        has_new_row |= ~row_match.is_gone
+    without_row = candidates[~has_new_row]
+    content_matches = _match_contents(removed, without_row, counts, reader, row_matches)
+    if content_matches is None:  # a removed cache cannot be read
         _check_rows_unchanged(removed, old_origins, new_origins)
-        content_matches = dict.fromkeys(new, _NO_MATCHES)
-    new_counts = {
-        cache: _transfer_counts(before, in_epoch, candidates, row_match, content_matches[cache])
-        for cache, row_match in row_matches.items()
-    }
-    return MatchedCounts(new_counts, _split_gone(removed, unmatched_by_row, content_matches.values()))
+        content_matches = dict.fromkeys(new_caches, _NO_MATCHES)
+    new_counts = {}
+    for cache, row_match in row_matches.items():
+        pairs = content_matches[cache]
+        new_counts[cache] = _transfer_counts(before_epoch, in_epoch, candidates, row_match, pairs)
+    return MatchedCounts(new_counts, _mark_gone(removed, without_row, content_matches.values()))
 
 
-def _unmatched_counts(removed: Sequence[SourceLedger], reader: CacheReader, new: Sequence[int]) -> MatchedCounts:
+def _unmatched_counts(removed: Sequence[SourceLedger], reader: CacheReader, new_caches: Sequence[int]) -> MatchedCounts:
     """The result of a match without any equal samples: every new sample was trained 0 times."""
     sizes = np.diff(reader.offsets).tolist()
-    unmatched = {}
-    for cache in new:
-        zeros = np.zeros(sizes[cache], np.int64)
-        unmatched[cache] = NewCacheCounts(zeros, zeros, num_unmatched=sizes[cache])
+    zeros = {cache: RowCounts(sizes[cache]) for cache in new_caches}
+    unmatched = {cache: NewCacheCounts(zero, zero, num_unmatched=zero.num) for cache, zero in zeros.items()}
     return MatchedCounts(unmatched, [np.ones(source.num, np.bool_) for source in removed])
 
 
-def _split_gone(
-    removed: Sequence[SourceLedger], unmatched_by_row: Int64Array, content_matches: Iterable[ContentMatches]
+def _mark_gone(
+    removed: Sequence[SourceLedger], without_row: Int64Array, content_matches: Iterable[ContentMatches]
 ) -> list[npt.NDArray[np.bool_]]:
     """Mark the samples of each removed cache that no new cache has, neither by row nor by content."""
     ends = np.cumsum([source.num for source in removed])
     is_gone = np.zeros(ends[-1], np.bool_)
-    is_gone[unmatched_by_row] = True
+    is_gone[without_row] = True
     for pairs in content_matches:
         is_gone[pairs.removed] = False
     return np.split(is_gone, ends[:-1])
 
 
-def _match_candidates(counts: Int64Array, leaving: Sequence[SourceLedger]) -> Int64Array:
-    """Positions (K,) of the samples of removed caches that new caches may match, ascending.
-
-    Args:
-        counts: training count of each sample of the removed caches, (M,).
-        leaving: ledgers of the caches removed since the checkpoint, whose samples come first.
-    """
-    # A cache that was removed earlier has counts only for samples that no other cache took over then. The others must
-    # not be matched a second time.
+def _match_candidates(counts: Int64Array, removed_now: Sequence[SourceLedger]) -> Int64Array:
+    """Positions (K,) of the samples of removed caches that new caches may match, by their training ``counts`` (M,)."""
+    # Of a cache that was removed earlier, only samples that no other cache took over then have counts above 0. The
+    # others must not be matched a second time.
     is_candidate = counts > 0
-    num_leaving_samples = sum(source.num for source in leaving)
-    is_candidate[:num_leaving_samples] = True
+    num_removed_now = sum(source.num for source in removed_now)  # these samples come first
+    is_candidate[:num_removed_now] = True
     return np.flatnonzero(is_candidate)
 
 
@@ -153,47 +145,43 @@ def _match_rows(
 
 
 def _transfer_counts(
-    before: Int64Array, in_epoch: Int64Array, candidates: Int64Array, row_match: Match, pairs: ContentMatches
+    before_epoch: Int64Array, in_epoch: Int64Array, candidates: Int64Array, row_match: Match, pairs: ContentMatches
 ) -> NewCacheCounts:
     """Transfer training counts (M,) of removed caches to a new cache; ``row_match`` matches the ``candidates``."""
-    new_before = row_match.transfer(before[candidates])
-    new_before[pairs.new] = before[pairs.removed]
+    new_before_epoch = row_match.transfer(before_epoch[candidates])
+    new_before_epoch[pairs.new] = before_epoch[pairs.removed]
     new_in_epoch = row_match.transfer(in_epoch[candidates])
     new_in_epoch[pairs.new] = in_epoch[pairs.removed]
     num_unmatched = int(row_match.is_new.sum()) - len(pairs.new)
-    return NewCacheCounts(new_before, new_in_epoch, num_unmatched)
+    return NewCacheCounts(RowCounts.of(new_before_epoch), RowCounts.of(new_in_epoch), num_unmatched)
 
 
 def _match_contents(
     removed: Sequence[SourceLedger],
-    unmatched: Int64Array,
+    without_row: Int64Array,
     counts: Int64Array,
     reader: CacheReader,
     row_matches: Mapping[int, Match],
 ) -> dict[int, ContentMatches] | None:
     """Match samples by content that were not matched by row.
 
-    Args:
-        removed: ledgers of the removed caches, whose samples are joined, one cache after the other.
-        unmatched: positions in the joined samples, int64 (M,), ascending.
-        counts: training count of each joined sample.
-        row_matches: by number of the new cache, the matches by row.
-
-    Returns:
-        by number of the new cache, its matches; None if a removed cache cannot be read.
+    ``counts`` (M,) are the training counts of all samples of the ``removed`` caches, and ``without_row`` the positions
+    of the unmatched ones. Matches are by number of the new cache; None if a removed cache cannot be read.
     """
     unmatched_new = {cache: np.flatnonzero(row_match.is_new) for cache, row_match in row_matches.items()}
-    if not len(unmatched) or not any(len(positions) for positions in unmatched_new.values()):
+    if not len(without_row) or not any(len(positions) for positions in unmatched_new.values()):
         return dict.fromkeys(row_matches, _NO_MATCHES)
-    old_hashes = _hash_removed_samples(removed, unmatched)
+    old_hashes = _hash_removed_samples(removed, without_row)
     if old_hashes is None:
         return None
-    old_keys = content_keys(old_hashes, counts[unmatched])
+    # Of samples with equal contents, the most trained ones are matched first.
+    old_keys = content_keys(old_hashes, counts[without_row])
     matches = {}
     for cache, positions in unmatched_new.items():
         new_hashes = hash_contents(reader, positions + reader.offsets[cache])
-        new_keys = content_keys(new_hashes, np.zeros(len(positions), np.int64))  # trained 0 times
-        matches[cache] = _content_pairs(old_keys, new_keys, unmatched, positions)
+        untrained = np.zeros(len(positions), np.int64)
+        new_keys = content_keys(new_hashes, untrained)
+        matches[cache] = _content_pairs(old_keys, new_keys, without_row, positions)
     return matches
 
 
@@ -225,16 +213,16 @@ def _hash_removed_samples(removed: Sequence[SourceLedger], positions: Int64Array
     return hashes
 
 
-def _old_origins(source: SourceLedger, history: str) -> Origins:
-    """Read files and rows of the samples of a removed cache, from the history or the cache itself."""
-    path = origins_path(history, source.fingerprint)
+def _old_origins(source: SourceLedger, history_dir: str) -> Origins:
+    """Read files and rows of the samples of a removed cache, from the run's history or the cache itself."""
+    path = origins_path(history_dir, source.fingerprint)
     if os.path.exists(path):
         return Origins.read(path)
     removed = _open_unchanged(source)
     if removed is not None:
         return read_origins(removed, 0)
     raise MismatchError(
-        f"{source.directory} is no longer the cache {source.fingerprint} that was trained, and {history} has no "
+        f"{source.directory} is no longer the cache {source.fingerprint} that was trained, and {history_dir} has no "
         "record of its rows, so its trained samples cannot be matched with those of the new caches",
         "Restore the old cache there and export into another directory, or use --resume-only-model true.",
     )
@@ -266,7 +254,7 @@ def _check_rows_unchanged(removed: Sequence[SourceLedger], old: Sequence[Origins
 
 
 def _row_keys(origins: Origins) -> Keys:
-    """Keys of samples by content of their file, row, and part of the row."""
+    """Keys of samples by content of their file, row, and part of the row, uint64 (2, N)."""
     digests = [blake2b(digest.encode(errors="surrogatepass"), digest_size=8).digest() for digest in origins.digests]
     file_keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
     return row_keys(file_keys[origins.file], origins.row, origins.part)
@@ -275,15 +263,20 @@ def _row_keys(origins: Origins) -> Keys:
 def _pair_caches(
     sources: Sequence[SourceLedger], reader: CacheReader
 ) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
-    """Pair caches by fingerprint: the ledger of each cache of ``reader``, None for new ones; and the removed caches."""
-    leaving = list(sources)
-    kept: list[SourceLedger | None] = []
+    """The saved ledger of each cache of ``reader``, None for a new one; and the ledgers of the removed caches."""
+    removed = list(sources)
+    saved_sources = []
     for manifest in reader.manifests:
-        same = next((source for source in leaving if source.fingerprint == manifest.fingerprint), None)
-        kept.append(same)
-        if same is not None:
-            leaving.remove(same)
-    return kept, leaving
+        saved_source = _find_source(removed, manifest.fingerprint)
+        saved_sources.append(saved_source)
+        if saved_source is not None:
+            removed.remove(saved_source)
+    return saved_sources, removed
+
+
+def _find_source(sources: Sequence[SourceLedger], fingerprint: str) -> SourceLedger | None:
+    """The first ledger of a cache with this fingerprint, if any."""
+    return next((source for source in sources if source.fingerprint == fingerprint), None)
 
 
 SourceStatus = Literal["as before", "new", "back", "exported again", "replaced", "gone"]
@@ -335,56 +328,59 @@ def change_lines(change: DataChange, sources: Sequence[SourceChange], steps_left
 
 
 def with_changed_data(
-    ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history: str
+    ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history_dir: str
 ) -> tuple[Ledger, tuple[SourceChange, ...]]:
-    """Transfer the ledger of a checkpoint to the changed caches of ``reader``; ``history`` is that of its run.
+    """Return the ledger of a run that resumes with other caches, and the change of each cache, removed ones last.
 
-    Returns:
-        the ledger of these caches, with the change; and the change of each cache, removed ones last.
+    ``ledger`` is that of the checkpoint, and ``history_dir`` the history of its run, with the rows of its caches.
     """
-    # The ledger of each present cache, None for a new one; and those of the caches removed since the checkpoint.
-    kept, leaving = _pair_caches(ledger.sources, reader)
-    new = [cache for cache, source in enumerate(kept) if source is None]
-    # Caches that were removed earlier may come back under another export, if they have trained rows.
-    removed = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
-    matched = _match_counts(removed, len(leaving), reader, new, history)
-    removed_earlier = {source.fingerprint: source for source in reversed(ledger.retired)}
-    sources = _present_ledgers(reader, kept, matched, removed_earlier)
+    saved_sources, removed_now = _pair_caches(ledger.sources, reader)
+    new_caches = [cache for cache, saved_source in enumerate(saved_sources) if saved_source is None]
+    # A new cache may be another export of the rows of a cache that was removed before the checkpoint.
+    removed_earlier = [source for source in ledger.retired if source.trained.num_rows]
+    matched = _match_counts(removed_now, removed_earlier, reader, new_caches, history_dir)
+    sources = _present_ledgers(reader, saved_sources, matched, ledger.retired)
     remaining = _remaining_counts(reader, sources, epoch)
-    trained: tuple[RowCounts, ...] = ()
-    if epoch.stage is not None:  # the next stages draw the samples with the smallest counts first
-        trained = tuple(source.trained for source in sources)
+    # Only stages need the training counts: the next ones draw the samples with the smallest counts first.
+    trained = () if epoch.stage is None else tuple(source.trained for source in sources)
     left = tuple(map(RowCounts.of, remaining))
     change = DataChange(ledger.step, ledger.epoch, left, stage=epoch.stage, trained=trained)
     new_ledger = dataclasses.replace(
         ledger,
         sources=tuple(sources),
-        retired=_retired_ledgers(ledger, removed, matched.is_gone, reader),
+        retired=_retired_ledgers(ledger, [*removed_now, *removed_earlier], matched.is_gone, reader),
         change=change,
         stage=epoch.stage,
     )
-    num_left = _num_left(reader, remaining, epoch.max_length)
-    return new_ledger, _describe_changes(new_ledger, kept, leaving, matched, removed_earlier, num_left)
+    num_remaining = _num_remaining(reader, remaining, epoch.max_length)
+    changes = _describe_present(sources, saved_sources, matched, ledger.retired, num_remaining)
+    changes += map(_describe_removed, removed_now, matched.is_gone)
+    return new_ledger, tuple(changes)
 
 
 def _present_ledgers(
     reader: CacheReader,
-    kept: Sequence[SourceLedger | None],
+    saved_sources: Sequence[SourceLedger | None],
     matched: MatchedCounts,
-    removed_earlier: Mapping[str, SourceLedger],
+    retired: Sequence[SourceLedger],
 ) -> list[SourceLedger]:
-    """The ledger of each cache of the resumed run; the arguments are those of ``_describe_changes``."""
+    """The ledger of each cache of a resumed run, with the matched counts if the cache is new.
+
+    ``saved_sources`` are the ledgers of the caches in the checkpoint, None for a new cache; ``retired`` those of caches
+    removed before, whose totals continue if the cache is back.
+    """
     sources = []
-    for cache, saved_source in enumerate(kept):
+    for cache, saved_source in enumerate(saved_sources):
         source = saved_source
         if source is None:
             counts = matched.new[cache]
             fingerprint = reader.manifests[cache].fingerprint
-            source = removed_earlier.get(fingerprint) or SourceLedger.begin("", fingerprint, len(counts.before))
-            source = dataclasses.replace(
-                source, before=RowCounts.of(counts.before), epoch=RowCounts.of(counts.in_epoch)
-            )
-        sources.append(dataclasses.replace(source, directory=storage.absolute(reader.directories[cache])))
+            source = _find_source(retired, fingerprint)
+            if source is None:
+                source = SourceLedger.begin("", fingerprint, counts.in_epoch.num)
+            source = dataclasses.replace(source, before=counts.before_epoch, epoch=counts.in_epoch)
+        directory = storage.absolute(reader.directories[cache])
+        sources.append(dataclasses.replace(source, directory=directory))
     return sources
 
 
@@ -397,7 +393,7 @@ def _remaining_counts(reader: CacheReader, sources: Sequence[SourceLedger], epoc
     return np.split(remaining, reader.offsets[1:-1])
 
 
-def _num_left(reader: CacheReader, remaining: Sequence[Int64Array], max_length: int) -> list[int]:
+def _num_remaining(reader: CacheReader, remaining: Sequence[Int64Array], max_length: int) -> list[int]:
     """The samples of each cache that the epoch has yet to train, without those longer than ``max_length`` tokens."""
     lengths_by_cache = np.split(reader.index.length, reader.offsets[1:-1])
     return [
@@ -420,42 +416,33 @@ def _retired_ledgers(
     return tuple(source for source in retired if source.fingerprint not in present)
 
 
-def _describe_changes(
-    ledger: Ledger,
-    kept: Sequence[SourceLedger | None],
-    leaving: Sequence[SourceLedger],
+def _describe_present(
+    sources: Sequence[SourceLedger],
+    saved_sources: Sequence[SourceLedger | None],
     matched: MatchedCounts,
-    removed_earlier: Mapping[str, SourceLedger],
-    num_left: Sequence[int],
-) -> tuple[SourceChange, ...]:
-    """The change of each cache of the resumed run, then of those removed since the checkpoint.
-
-    Args:
-        ledger: of the resumed run.
-        kept: ledger of each of its caches in the checkpoint; None for a new cache.
-        leaving: ledgers of the caches removed since the checkpoint, which are the first ones in ``matched.is_gone``.
-        removed_earlier: ledgers of the caches removed before the checkpoint, by fingerprint.
-        num_left: samples of each cache of the resumed run that the epoch has yet to train.
-    """
+    retired: Sequence[SourceLedger],
+    num_remaining: Sequence[int],
+) -> list[SourceChange]:
+    """The change of each cache of a resumed run, whose epoch has yet to train ``num_remaining`` of its samples."""
     changes = []
-    for cache, (source, saved_source) in enumerate(zip(ledger.sources, kept, strict=True)):
+    for cache, (source, saved_source) in enumerate(zip(sources, saved_sources, strict=True)):
         num_new = 0
+        status: SourceStatus
         if saved_source is not None:
-            status: SourceStatus = "as before"
-        elif source.fingerprint in removed_earlier:
+            status = "as before"
+        elif _find_source(retired, source.fingerprint) is not None:
             status = "back"
         else:
             num_new = matched.new[cache].num_unmatched
-            status = "exported again" if num_new < source.num else "new"
+            status = "new" if num_new == source.num else "exported again"  # if any sample has been matched
         num_trained = source.epoch.num_rows
         changes.append(
-            SourceChange(source.directory, status, source.num, num_trained, left=num_left[cache], new=num_new)
+            SourceChange(source.directory, status, source.num, num_trained, left=num_remaining[cache], new=num_new)
         )
-    changes += map(_removal, leaving, matched.is_gone)
-    return tuple(changes)
+    return changes
 
 
-def _removal(source: SourceLedger, is_gone: npt.NDArray[np.bool_]) -> SourceChange:
+def _describe_removed(source: SourceLedger, is_gone: npt.NDArray[np.bool_]) -> SourceChange:
     """The change of a removed cache; ``is_gone`` (M,) marks its samples that no new cache has."""
     status: SourceStatus = "gone" if is_gone.all() else "replaced"
     num_gone = int(is_gone.sum())
@@ -464,27 +451,21 @@ def _removal(source: SourceLedger, is_gone: npt.NDArray[np.bool_]) -> SourceChan
 
 def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
     """A line for each difference between the caches of a checkpoint and those of this run."""
-    kept, leaving = _pair_caches(sources, reader)
-    replaced = {source.directory for source in leaving}
+    saved_sources, removed = _pair_caches(sources, reader)
+    replaced = {source.directory for source in removed}
     directories = [storage.absolute(directory) for directory in reader.directories]
     lines = [
         f"{directory}: {'is another export now' if directory in replaced else 'is new'}"
-        for directory, source in zip(directories, kept, strict=True)
-        if source is None
+        for directory, saved_source in zip(directories, saved_sources, strict=True)
+        if saved_source is None
     ]
-    lines += [f"{each.directory}: is no longer given" for each in leaving if each.directory not in directories]
+    lines += [f"{each.directory}: is no longer given" for each in removed if each.directory not in directories]
     return lines or ["the caches are in another order"]
 
 
 @dataclass(frozen=True, eq=False)
-class ResumedState:
-    """Timeline, state and ledger of a run at its resume point.
-
-    Args:
-        state: with all assignments of packs so far.
-        ledger: of all samples trained before.
-        changes: of each cache; empty if the data are the same.
-    """
+class RunPosition:
+    """Timeline, state and ledger of a run at its resume point; and changes of its caches, empty if there are none."""
 
     timeline: Timeline
     state: RunState
@@ -493,81 +474,78 @@ class ResumedState:
     notes: tuple[str, ...] = ()
 
 
-def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inputs) -> ResumedState:
-    """Check that a run may resume, and locate it in its timeline; a new run starts at step 0.
+def find_position(resume_point: ResumePoint, new_state: RunState, world: World, inputs: Inputs) -> RunPosition:
+    """Check that a run may resume, and find its position in its timeline; a new run starts at step 0.
 
-    ``state`` is that of a new run with these options and caches.
+    ``new_state`` is that of a new run with the same options and caches.
     """
-    checkpoint = resume_point.checkpoint
-    saved = resume_point.before
-    reader = inputs.for_training.reader
-    if saved is None:
-        return ResumedState(Timeline.of(inputs, ((0, *state.batch_shape),)), state, begin_ledger(reader))
+    checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
+    config, _, reader = inputs.for_training
+    if saved_state is None:
+        return RunPosition(Timeline.of(inputs, new_state.all_assignments), new_state, begin_ledger(reader))
     if checkpoint is None:
         # packtool.Batches resumes without a checkpoint or a ledger.
-        return _resume_with_same_data("this state", saved, state, inputs, begin_ledger(reader))
+        return _resume_with_same_data("this state", saved_state, new_state, inputs, begin_ledger(reader))
     ledger = read_ledger(checkpoint)
     sources = () if ledger is None else ledger.sources
-    state.check_continues(
+    new_state.check_continues(
         checkpoint,
-        saved,
-        data_may_change=inputs.for_training.config.data_change == "allow",
+        saved_state,
+        data_may_change=config.data_change == "allow",
         cache_differences=lambda: cache_differences(sources, reader) if sources else [],
     )
     check_resumable(checkpoint, world.rank, world.size)
-    if (state.cache, state.plan) != (saved.cache, saved.plan):
-        return _resume_with_changed_data(checkpoint, saved, state, inputs, ledger)
-    return _resume_with_same_data(checkpoint, saved, state, inputs, ledger)
+    if (new_state.cache, new_state.plan) != (saved_state.cache, saved_state.plan):
+        return _resume_with_changed_data(checkpoint, saved_state, new_state, inputs, ledger)
+    return _resume_with_same_data(checkpoint, saved_state, new_state, inputs, ledger)
 
 
 def _resume_with_same_data(
-    origin: str, saved: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
-) -> ResumedState:
+    origin: str, saved_state: RunState, new_state: RunState, inputs: Inputs, ledger: Ledger | None
+) -> RunPosition:
     """Resume with the caches of the checkpoint, possibly on another number of ranks; ``origin`` names it in notes."""
     notes = []
-    assignments = saved.assignments or ((0, *saved.batch_shape),)  # first step and batch shape of each
-    if state.needs_reassignment(saved):
+    assignments = saved_state.all_assignments
+    if new_state.needs_reassignment(saved_state):
         notes.append(
-            f"{origin} was trained by {saved.world_size} data-parallel ranks, and now there are "
-            f"{state.world_size}: the remaining packs of its epoch are assigned to them"
+            f"{origin} was trained by {saved_state.world_size} data-parallel ranks, and now there are "
+            f"{new_state.world_size}: the remaining packs of its epoch are assigned to them"
         )
-        assignments = (*assignments, (saved.step, *state.batch_shape))
-    timeline = Timeline.of(inputs, assignments, None if ledger is None else ledger.change)
+        assignments = (*assignments, Assignment(saved_state.step, *new_state.batch_shape))
+    last_change = None if ledger is None else ledger.change
+    timeline = Timeline.of(inputs, assignments, last_change)
     if ledger is None:
-        ledger = ledger_of_plan(timeline, saved.step)
+        ledger = ledger_of_plan(timeline, saved_state.step)
         notes.append(
             f"{origin} is from an older packtool and has no ledger: trained samples are taken from its plan, "
             "including any that --on-bad-media skip left out"
         )
-    # States leave out a single assignment from step 0.
-    if len(assignments) == 1 and saved.data_since == 0:
-        assignments = ()
-    state = dataclasses.replace(state, assignments=assignments, data_since=saved.data_since)
-    return ResumedState(timeline, state, ledger, notes=tuple(notes))
+    state = new_state.with_assignments(assignments, saved_state.data_since)
+    return RunPosition(timeline, state, ledger, notes=tuple(notes))
 
 
 def _resume_with_changed_data(
-    checkpoint: str, saved: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
-) -> ResumedState:
+    checkpoint: str, saved_state: RunState, new_state: RunState, inputs: Inputs, saved_ledger: Ledger | None
+) -> RunPosition:
     """Resume with changed data (``--data-change allow``): the rest of the epoch is planned again."""
-    if ledger is None:
+    if saved_ledger is None:
         raise MismatchError(
             f"{checkpoint} is from an older packtool and has no ledger, so it is unknown which samples were trained",
             "Resume with its own caches until the next checkpoint, and change the data there.",
         )
-    step = saved.step
-    epoch = inputs.epoch_to_resume(ledger, state.batch_shape)
-    ledger, changes = with_changed_data(ledger, inputs.for_training.reader, epoch, history_of(checkpoint))
+    step = saved_state.step
+    epoch = inputs.epoch_to_resume(saved_ledger, new_state.batch_shape)
+    reader = inputs.for_training.reader
+    ledger, cache_changes = with_changed_data(saved_ledger, reader, epoch, history_of(checkpoint))
     assert ledger.change is not None, "with_changed_data adds it"
-    assignments = ((step, *state.batch_shape),)
+    assignments = (Assignment(step, *new_state.batch_shape),)
     timeline = Timeline.of(inputs, assignments, ledger.change)
-    state = dataclasses.replace(state, assignments=assignments, data_since=step)
-    stretch = timeline.stretch(step)
-    # All of the epoch may have been trained: then the next step is of another epoch.
-    steps_left = stretch.stop - step if stretch.epoch == ledger.epoch else 0
+    # If the epoch was trained completely, the next step belongs to another epoch.
+    span = timeline.span_at(step)
+    num_steps_left = span.stop_step - step if span.epoch == ledger.epoch else 0
     run_end = _run_end(timeline, step, steps_planned(checkpoint), has_stages=epoch.stage is not None)
-    notes = tuple(change_lines(ledger.change, changes, steps_left, run_end))
-    return ResumedState(timeline, state, ledger, changes, notes)
+    notes = tuple(change_lines(ledger.change, cache_changes, num_steps_left, run_end))
+    return RunPosition(timeline, new_state.with_assignments(assignments, step), ledger, cache_changes, notes)
 
 
 def _run_end(timeline: Timeline, step: int, num_steps_before: int, *, has_stages: bool) -> str:

@@ -33,10 +33,10 @@ from packtool.train.prepare.history import RunRecord, Segment, recorded_options
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.lock_file import check_locked
 from packtool.train.prepare.opening import open_to_train
-from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
+from packtool.train.prepare.output_dir import ResumePoint, with_resumed_folder
 from packtool.train.prepare.parallelism import axes_of, with_shares
 from packtool.train.prepare.result import TrainResult
-from packtool.train.prepare.resume import SourceChange, resume
+from packtool.train.prepare.resume import SourceChange, find_position
 from packtool.train.prepare.streamed import NumberExchange, StreamedSource, StreamedSteps, open_stream
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
@@ -67,56 +67,62 @@ class Run:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, world: World, resume_point: ResumePoint | None = None, planned: Inputs | None = None
+        cls,
+        config: TrainConfig,
+        world: World,
+        resume_point: ResumePoint | None = None,
+        preview_inputs: Inputs | None = None,
     ) -> Run:
         """Check that model, caches or rows, options and checkpoint fit, and plan the first epoch; takes seconds.
 
-        By default, ``resume_point`` is that of the options and output directory. Plans of ``planned`` are reused.
+        For a run on caches, ``resume_point`` replaces that of the options and output directory, and the plans of
+        ``preview_inputs``, those of ``packtool plan``, are reused.
         """
-        config = with_resumed_version(config)
+        config = with_resumed_folder(config)
         if config.streaming:
-            return cls._of_rows(config, world)
-        inputs = open_to_train(config, planned)
-        config = inputs.for_training.config  # the settings with defaults that depend on the caches
-        resume_point = resume_point or ResumePoint.of(config)
+            return cls._of_stream(config, world)
+        inputs = open_to_train(config, preview_inputs)
+        config, _, _ = inputs.for_training  # with defaults that depend on the caches
+        if resume_point is None:
+            resume_point = ResumePoint.of(config)
         batch_shape = BatchShape.of(config, world.data.size)
         if config.locked is not None and world.is_first:
             check_locked(config.locked, inputs, batch_shape)
-        resumed = resume(resume_point, inputs.state(batch_shape), world, inputs)
-        axes_by_size = _axes_by_size(inputs, resumed.timeline, world)
+        position = find_position(resume_point, inputs.state(batch_shape), world, inputs)
+        axes_by_size = _axes_by_size(inputs, position.timeline, world)
         sharing_notes = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
         return cls(
             config=config,
             world=world,
             source=CachedSource(
                 inputs=inputs,
-                timeline=resumed.timeline,
+                timeline=position.timeline,
                 world=world,
                 start=resume_point.start,
                 figures=sample_figures(inputs),
             ),
-            state=resumed.state,
+            state=position.state,
             resume_point=resume_point,
             axes_by_size=axes_by_size,
-            notes=(*sharing_notes, *inputs.notes, *resume_point.notes, *resumed.notes),
+            notes=(*sharing_notes, *inputs.notes, *resume_point.notes, *position.notes),
             validation=validation_of(inputs, world, axes_by_size[world.sequence_parallel_size]),
-            ledger=resumed.ledger,
-            changes=resumed.changes,
+            ledger=position.ledger,
+            changes=position.changes,
         )
 
     @classmethod
-    def _of_rows(cls, config: TrainConfig, world: World) -> Run:
+    def _of_stream(cls, config: TrainConfig, world: World) -> Run:
         """Make a run that encodes and packs rows while it trains; reads the first rows of the first files."""
         source, state, notes = open_stream(config, world)
         resume_point = ResumePoint.of(config)
-        checkpoint = resume_point.checkpoint
-        if checkpoint is not None and resume_point.before is not None:
-            state.check_continues(checkpoint, saved=resume_point.before)
+        checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
+        if checkpoint is not None and saved_state is not None:
+            state.check_continues(checkpoint, saved_state)
             check_resumable(checkpoint, world.rank, world.size)
-            position = read_stream_state(checkpoint, world.data.rank)
-            source = dataclasses.replace(source, start=resume_point.start, stream=position)
-        lengths = np.array([source.spec.max_length])  # those of the samples are not known yet
-        axes = axes_of(config, world, source.files, lengths, trained=True)
+            position = read_stream_state(checkpoint, world.data.rank)  # ranks that share sequences read the same rows
+            source = dataclasses.replace(source, start=resume_point.start, start_position=position)
+        assumed_lengths = np.array([source.spec.max_length])  # as no sample is read yet
+        axes = axes_of(config, world, source.files, assumed_lengths, trained=True)
         return cls(
             config=config,
             world=world,
@@ -211,7 +217,7 @@ class Run:
             num_steps=self.timeline.num_steps,
             config=recorded_options(self.config),
             caches=tuple((storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in caches),
-            assignments=state.assignments or ((0, *state.batch_shape),),
+            assignments=state.all_assignments,
             changed_at=None if self.ledger.change is None else self.ledger.change.step,
             plan=state.plan,
             steps=state.steps,
@@ -232,29 +238,26 @@ def _axes_by_size(inputs: Inputs, timeline: Timeline, world: World) -> dict[int,
     return axes_by_size
 
 
-_FIXED_PANELS = ("Optimizer", "Parameters")
-"""Panels of the options that a checkpoint's optimizer fixes."""
-
+_OPTIMIZER_PANELS = ("Optimizer", "Parameters")
+"""Groups of options that must stay the same with the optimizer of a checkpoint."""
 
 _LENGTH_OPTIONS = ("num_train_epochs", "max_steps")
-
-
 _OPTIONS_WITHOUT_EFFECT = ("output_dir", "dataloader_num_workers", "data_change")
 
 
 def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState, num_steps: int) -> Iterator[str]:
     """Yield a line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
 
-    Raises:
-        MismatchError: if a changed setting would have no effect, or would shift the learning rate schedule.
+    Raises a MismatchError if a changed setting would have no effect, or would shift the learning rate schedule.
     """
-    checkpoint, saved = resume_point.checkpoint, resume_point.before
-    if checkpoint is None or saved is None:
+    checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
+    if checkpoint is None or saved_state is None:
         return
     changes = _changed_settings(config, checkpoint)
-    _check_changed_settings(config, checkpoint, changes, num_steps, ranks_changed=state.needs_reassignment(saved))
-    line = f"resuming from {checkpoint}: {saved.step:,} of {num_steps:,} steps done"
-    line += f", {max(num_steps - saved.step, 0):,} left"
+    ranks_changed = state.needs_reassignment(saved_state)
+    _check_changed_settings(config, checkpoint, changes, num_steps, ranks_changed=ranks_changed)
+    line = f"resuming from {checkpoint}: {saved_state.step:,} of {num_steps:,} steps done"
+    line += f", {max(num_steps - saved_state.step, 0):,} left"
     settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
     if settings:
         line += f"; changed settings: {settings}"
@@ -262,24 +265,17 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
 
 
 def _check_changed_settings(
-    config: TrainConfig,
-    checkpoint: str,
-    changes: Mapping[str, tuple[str, str]],
-    num_steps: int,
-    *,
-    ranks_changed: bool,
+    config: TrainConfig, checkpoint: str, changes: Mapping[str, tuple[str, str]], num_steps: int, *, ranks_changed: bool
 ) -> None:
-    """Raise a MismatchError if a run cannot resume with its ``changes``, see ``_changed_settings``.
-
-    ``num_steps`` is the number of steps of the resumed run, which may differ if data or ranks changed.
-    """
+    """Raise a MismatchError if a run of ``num_steps`` cannot resume with ``changes``, old and new values by option."""
     panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
-    # The checkpoint has the weights of ``adapters``, which may therefore name another directory.
-    refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
-    # The number of steps decides the learning rate schedule. Options must not change it; data and ranks may.
+    # Another directory of ``adapters`` has no effect, because their weights are in the checkpoint.
+    refused = [name for name in changes if panels[name] in _OPTIMIZER_PANELS and name != "adapters"]
+    # The learning rate schedule follows from the number of steps. This may change with data or ranks, not by options.
     schedule_lines = []
     num_planned = steps_planned(checkpoint)
-    if num_steps != num_planned and config.lr_scheduler_type != "constant" and config.data_change == "refuse":
+    may_shift_schedule = config.lr_scheduler_type == "constant" or config.data_change == "allow"
+    if num_steps != num_planned and not may_shift_schedule:
         changed_length_options = [name for name in _LENGTH_OPTIONS if name in changes]
         if changed_length_options or not ranks_changed:
             refused += changed_length_options

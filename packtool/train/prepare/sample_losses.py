@@ -10,8 +10,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
+from packtool.cache.origins import DAMAGE_ERRORS
 from packtool.errors import MismatchError
 from packtool.planning.ledger import Ledger
 from packtool.train.prepare.timeline import Timeline
@@ -68,7 +67,7 @@ class LossRecord:
             trained, index = np.unique(samples[in_step], return_inverse=True)
             with np.errstate(invalid="ignore", over="ignore"):
                 means = np.bincount(index, sums[in_step]) / np.bincount(index, num_targets[in_step])
-                losses = self._losses(self._timeline.stretch(int(steps[in_step[0]])).epoch)
+                losses = self._losses(self._timeline.span_at(int(steps[in_step[0]])).epoch)
                 for cache, (start, stop) in zip(self._reader.manifests, pairwise(self._reader.offsets), strict=True):
                     is_in_cache = (trained >= start) & (trained < stop)
                     losses[cache.fingerprint][trained[is_in_cache] - start] = means[is_in_cache]
@@ -110,5 +109,5 @@ def _read(path: str) -> CacheLosses:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGE_ERRORS as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Remove it: it is not needed to train.") from error

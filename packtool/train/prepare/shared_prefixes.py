@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class SharedPrefixes:
     trees: PrefixTrees
 
     @property
-    def num_whole_tokens(self) -> int:
+    def num_tokens_without_sharing(self) -> int:
         """Tokens of the samples of all trees, if nothing were shared."""
         return int(self.index.length[self.trees.samples].sum(dtype=np.int64))
 
@@ -105,11 +105,9 @@ class SharedPrefixes:
 
     def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
         """A log line on the savings; numbers of steps are of an epoch with and without sharing, 0 without training."""
-        num_full_tokens, seen = self.num_whole_tokens, self.tower_work_saved(cost)
-        saved = [
-            f"{self.trees.num_shared_tokens:,} of {num_full_tokens:,} tokens ({self.saved:.0%})",
-            *([f"{seen:.0%} of the towers' work"] if seen else []),
-        ]
+        saved = [f"{self.trees.num_shared_tokens:,} of {self.num_tokens_without_sharing:,} tokens ({self.saved:.0%})"]
+        if tower_work_saved := self.tower_work_saved(cost):
+            saved.append(f"{tower_work_saved:.0%} of the towers' work")
         if num_steps_whole:
             saved.append(f"{num_steps_whole - num_steps:,} of {num_steps_whole:,} optimizer steps of an epoch")
         listed = " and ".join([", ".join(saved[:-1]), saved[-1]] if len(saved) > 1 else saved)
@@ -118,7 +116,7 @@ class SharedPrefixes:
         )
 
 
-def find_shared(
+def find_shared_prefixes(
     config: SharingOptions,
     model: Mapping[str, Any],
     reader: CacheReader,
@@ -207,9 +205,9 @@ def first_pair(packs: PackPlan) -> Int64Array | None:
 def load_shared_prefixes(
     packs: PackPlan, parts: str, model: Mapping[str, Any], reader: CacheReader
 ) -> SharedPrefixes | None:
-    """The prefixes that a saved plan shares; None if it shares none.
+    """Return the prefixes that the samples of a saved plan share; None if its packs share none.
 
-    ``parts`` is the plan's placement of trees that are divided into several packs, or empty.
+    ``parts`` is the plan's placement of trees that take several packs: ``together``, ``apart``, or empty without any.
     """
     if packs.shared_tokens is None:
         return None
@@ -218,14 +216,13 @@ def load_shared_prefixes(
             f"--plan shares prefixes, and {problem}", "Make the plan again with --share-prefix false."
         )
     prefixes = _prefixes(reader, is_required=True)
-    assert prefixes is not None, "required"
+    assert prefixes is not None, "_prefixes raises an error for required prefixes"
     trees = rebuild_trees(packs, _as_planned(prefixes, len(reader)), min_shared=MIN_SHARED)
     if trees is None:
         raise MismatchError(
             "--plan shares prefixes that the caches do not record", "Make it again with packtool plan --save."
         )
-    placements: dict[str, PartPlacement] = {"together": "together", "apart": "apart"}
-    return SharedPrefixes(reader.index, prefixes, replace(trees, part_placement=placements.get(parts, "any")))
+    return SharedPrefixes(reader.index, prefixes, replace(trees, part_placement=cast(PartPlacement, parts or "any")))
 
 
 def part_placement(config: TrainConfig | PlanConfig) -> PartPlacement:

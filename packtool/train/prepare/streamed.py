@@ -45,7 +45,7 @@ from packtool.train.prepare.shared_prefixes import MIN_SAVING, first_pair, shari
 from packtool.train.prepare.timeline import OpenTimeline
 
 # Options without effect on the packs of a stream: each interval is packed in one window, by any number of processes.
-_CHANGES_NO_PACK = ("packing_num_proc", "packing_window")
+_WITHOUT_EFFECT = ("packing_num_proc", "packing_window")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +56,7 @@ class StreamedSource:
         specs, spec, options: files of all rows, and options of their encoding and of their packing.
         sharing: of prefixes by samples of an interval; None if every sample is computed in full.
         start: the first step to train.
-        stream: position of this rank in the rows at ``start``; None for the beginning.
+        start_position: position of this rank in the rows at ``start``; None for the beginning.
     """
 
     config: TrainConfig
@@ -68,7 +68,7 @@ class StreamedSource:
     options: StreamOptions
     sharing: IntervalSharing | None
     start: int = 0
-    stream: StreamState | None = None
+    start_position: StreamState | None = None
 
     @property
     def timeline(self) -> OpenTimeline:
@@ -134,7 +134,7 @@ class StreamedSource:
             largest = min(limits.max_pixels // limits.pixels_per_token, num_media)
             num_local = max(largest, -(-num_media // size))
         return longest_micro_batches(
-            config, self.files.config, RankTokens(computed=1, vision=num_media, num_local_vision_tokens=num_local)
+            config, self.files.config, RankTokens(computed=0, vision=num_media, num_local_vision_tokens=num_local)
         )
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
@@ -186,9 +186,10 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     """
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
-    export = config.export_config("", max_length)
-    encoder = Encoder(export.encode_spec, files)  # raises an error for options that the model does not support
-    specs = sources_of(export)
+    # Rows are read and encoded as by an export with the same options.
+    export_config = config.export_config("", max_length)
+    encoder = Encoder(export_config.encode_spec, files)  # also checks that the model supports the options
+    specs = sources_of(export_config)
     first_row_warning = _check_first_rows(config.model, files, specs[:MAX_OPEN_SOURCES])
     sharing, no_sharing_reason = sharing_of_stream(config, files.config)
     options = part_of(
@@ -204,11 +205,11 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         files=files,
         media_limits=encoder.limits,
         specs=specs,
-        spec=export.encode_spec,
+        spec=export_config.encode_spec,
         options=options,
         sharing=sharing,
     )
-    state = _stream_run_state(source, cache=rows_fingerprint(export, files, specs, with_times=False))
+    state = _stream_run_state(source, rows_fingerprint(export_config, files, specs, with_times=False))
     notes = [no_sharing_reason, *encoder.warnings, first_row_warning]
     return source, state, [note for note in notes if note is not None]
 
@@ -220,23 +221,22 @@ def _check_first_rows(model: str, files: ModelFiles, specs: Sequence[SourceSpec]
     return next((warning for warning in row_warnings if warning is not None), None)
 
 
-def _stream_run_state(source: StreamedSource, cache: str) -> RunState:
-    """The state of a run on a stream before its first step; ``cache`` is the fingerprint of the rows."""
+def _stream_run_state(source: StreamedSource, fingerprint: str) -> RunState:
+    """The state of a run on a stream before its first step; ``fingerprint`` is that of its rows."""
     config = source.config
-    # Checkpoints record all settings that decide the packs of a stream, in one line.
-    pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
-    recorded = ["packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction"]
+    pack_options = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _WITHOUT_EFFECT]
+    recorded_options = ["packing_interval", "shuffle_buffer_size", *pack_options, "num_train_epochs", "loss_reduction"]
     if source.sharing is not None:
-        recorded += ["share_prefix", "max_rows_per_tree"]
+        recorded_options += ["share_prefix", "max_rows_per_tree"]
     return RunState.of(
         config,
         plan="stream",
-        cache=cache,
+        cache=fingerprint,
         max_length=source.spec.max_length,
         packing_length=source.options.packing_length,
         world_size=source.world.data.size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        streaming=", ".join(f"{name} {getattr(config, name)}" for name in recorded),
+        streaming=", ".join(f"{name} {getattr(config, name)}" for name in recorded_options),
         shares_prefixes=source.sharing is not None,
     )
 
@@ -255,27 +255,28 @@ class StreamedSteps(Steps):
     """The steps of one rank of a stream; figures of a step are exchanged with the other ranks when it begins."""
 
     def __init__(self, source: StreamedSource, config: TrainConfig, exchange: NumberExchange) -> None:
-        self.totals: Counter[str] = Counter()  # of the counts of all steps begun
         self._source = source
         self._exchange = exchange
         self._packing_length = source.options.packing_length
         self._batch_size = config.per_device_train_batch_size
         self._packs_per_step = self._batch_size * config.gradient_accumulation_steps
         self._costs = RunCosts.of(source.config, source.files.config)
-        self._log = DropLog(config.output_dir, source.world, source.stream)
+        self._log = DropLog(config.output_dir, source.world, source.start_position)
         self._stream = PackStream(
             source.specs,
             source.spec,
             source.options,
             rank=source.world.data.rank,
             world_size=source.world.data.size,
-            start=source.stream,
+            start=source.start_position,
             sharing=source.sharing,
             log=self._log,
         )
-        self._num_begun = source.start
-        # Positions of the stream by number of steps done: after the last step begun, and after the one before.
-        self._positions = {source.start: source.stream or StreamState()}
+        # A step has begun once its figures are exchanged. Totals are sums of the counts of all steps that have begun,
+        # over all ranks. Positions in the stream, by number of steps done, are kept for the last two of them.
+        self._num_steps_begun = source.start
+        self.totals: Counter[str] = Counter()
+        self._positions = {source.start: source.start_position or StreamState()}
 
     def rank_steps(self) -> Iterator[RankStep]:
         """Yield steps without end: after its last row, a rank yields empty steps, because others may have more rows."""
@@ -300,25 +301,26 @@ class StreamedSteps(Steps):
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> dict[str, int]:
         """Counts of this rank's packs of a step, by name; ``is_last`` if the rank has no more packs.
 
-        The counts must be sums over packs, because those of all ranks are added up.
+        The counts must be sums over packs, because those of all ranks are added up. Except ``unshared_tokens``, they
+        count the tokens of a shared prefix, and pairs of these tokens, once.
         """
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
-        num_tokens = lengths.sum()  # if no prefix were shared
+        shared_tokens = amounts.shared_tokens  # of each sample with the one before it
         counts = {
             "target_tokens": sum(pack.num_targets for pack in packs),
             "logits": amounts.targets.sum(),
-            "unshared_tokens": num_tokens,
-            "tokens": num_tokens - amounts.shared_tokens.sum(),
+            "unshared_tokens": lengths.sum(),
+            "tokens": (lengths - shared_tokens).sum(),
             "packs": len(packs),
             "samples": len(lengths),
-            "attended": np.square(lengths).sum() - np.square(amounts.shared_tokens).sum(),
-            "in_windows": self._costs.model.window_squares(lengths, amounts.shared_tokens).sum(),
-            "attended_dense": sum(pack.num_tokens**2 for pack in packs),
+            "attended": (np.square(lengths) - np.square(shared_tokens)).sum(),
+            "attended_in_windows": self._costs.without_recomputation.window_squares(lengths, shared_tokens).sum(),
+            "attended_dense": sum(pack.num_tokens**2 for pack in packs),  # if packs were single samples
             "vision_tokens": (amounts.media_tokens - amounts.audio_tokens).sum(),
             "patch_squares": amounts.patch_squares.sum(),
             "audio_tokens": amounts.audio_tokens.sum(),
-            "ranks_with_more": not is_last,
+            "ranks_with_more": 0 if is_last else 1,
         }
         return {name: int(count) for name, count in counts.items()}
 
@@ -330,8 +332,9 @@ class StreamedSteps(Steps):
             raise all_dropped("no sample is left to train on", self._stream.counts.dropped, self._log.firsts, where)
         self.ended = not sums.pop("ranks_with_more")
         self.totals.update(sums)  # a Counter adds
-        self._positions = {self._num_begun: self._positions[self._num_begun], self._num_begun + 1: position}
-        self._num_begun += 1
+        previous = self._num_steps_begun
+        self._num_steps_begun += 1
+        self._positions = {previous: self._positions[previous], self._num_steps_begun: position}
         return self._step_figures(sums)
 
     def _step_figures(self, sums: Mapping[str, int]) -> StepFigures:
@@ -345,8 +348,8 @@ class StreamedSteps(Steps):
             computed_tokens=sums["packs"] * self._packing_length,
             attended=sums["attended"],
             attended_dense=sums["attended_dense"],
-            flops=_flops_of(self._costs.model, sums),
-            hardware_flops=_flops_of(self._costs.hardware, sums),
+            flops=_flops_of(self._costs.without_recomputation, sums),
+            hardware_flops=_flops_of(self._costs.with_recomputation, sums),
         )
 
     def save(self, checkpoint: str, step: int) -> None:
@@ -377,7 +380,7 @@ def _flops_of(cost: CostModel, counts: Mapping[str, int]) -> float:
     """FLOPs of packs with these counts (``StreamedSteps._counts``)."""
     arrays = {name: np.array(count) for name, count in counts.items()}
     towers = cost.towers(arrays["vision_tokens"], arrays["patch_squares"], arrays["audio_tokens"])
-    attention = cost.attention_of(arrays["attended"], arrays["in_windows"])
+    attention = cost.attention_of(arrays["attended"], arrays["attended_in_windows"])
     return float(cost(arrays["tokens"], attention, counts["logits"], towers))
 
 

@@ -1,6 +1,6 @@
 """The optimizer steps of a run, numbered from 0, and the epoch and plan that each belongs to.
 
-A timeline has stages, a stage has sections, and a section has stretches of one epoch each. A run without stages is one
+A timeline has stages, a stage has sections, and a section has spans of one epoch each. A run without stages is one
 stage. Resuming with another number of ranks, or with other data, starts a new section, with a plan of what is left of
 the epoch. Stages of a curriculum:
 
@@ -30,7 +30,7 @@ from packtool.planning.ledger import DataChange, concatenate_counts
 from packtool.planning.mixture import Mixture, by_name, counts_of_samples, counts_of_steps, share_figures
 from packtool.planning.pack_plan import Int64Array
 from packtool.train.prepare.caches import source_lines
-from packtool.train.prepare.checkpoint import BatchShape
+from packtool.train.prepare.checkpoint import Assignment, BatchShape
 from packtool.train.prepare.inputs import Inputs
 
 
@@ -59,13 +59,20 @@ class OpenTimeline:
 
 
 @dataclass(frozen=True, eq=False)
-class EpochStretch:
-    """Consecutive steps of one epoch: steps ``first`` to ``stop - 1`` of the run, steps 0, 1, ... of its plan."""
+class EpochSpan:
+    """Consecutive steps of one epoch that have the same plan.
+
+    Steps ``first_step`` to ``stop_step - 1`` of the run are steps 0, 1, ... of the plan.
+    """
 
     section: Section
     epoch: int
-    first: int
-    stop: int
+    first_step: int
+    stop_step: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.stop_step - self.first_step
 
     @property
     def plan(self) -> EpochPlan:
@@ -75,12 +82,12 @@ class EpochStretch:
     @property
     def is_partial(self) -> bool:
         """True if it lies in the partial epoch that its section starts with."""
-        return self.section.partial_plan is not None and self.epoch == self.section.epoch
+        return self.section.partial_plan is not None and self.epoch == self.section.first_epoch
 
     @property
     def is_full(self) -> bool:
         """True if it has all steps of a full epoch."""
-        return not self.is_partial and self.stop - self.first == self.section.steps_per_epoch
+        return not self.is_partial and self.num_steps == self.section.steps_per_epoch
 
     @property
     def typical_plan(self) -> EpochPlan:
@@ -92,17 +99,17 @@ class EpochStretch:
         mixture = self.section.inputs.mixture
         if self.is_full and mixture is not None:
             return mixture.draw(self.epoch)
-        return self.plan.samples_of(0, self.stop - self.first)
+        return self.plan.samples_of(0, self.num_steps)
 
     def target_tokens_from(self, start: int) -> int:
         """Target tokens of its steps from step ``start`` of the run."""
-        if self.is_full and start <= self.first:
+        if self.is_full and start <= self.first_step:
             inputs = self.section.inputs
             if inputs.mixture is not None:
                 return int(inputs.targets[inputs.mixture.draw(self.epoch)].sum())
             return int(self.section.full.steps.target_tokens_per_step.sum())  # every epoch has the same samples
         per_step = self.plan.steps.target_tokens_per_step
-        return int(per_step[max(start - self.first, 0) : self.stop - self.first].sum())
+        return int(per_step[max(start - self.first_step, 0) : self.num_steps].sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,16 +117,16 @@ class Section:
     """Successive epochs whose packs are assigned to the same ranks; the next section or stage decides where they end.
 
     Args:
-        first: its first step in the run.
-        epoch: its first epoch.
+        first_step: its first step in the run.
+        first_epoch: its first epoch.
         partial_plan: plan of its first epoch, if it trains only a part of that; None for a full epoch.
         max_partial_steps: steps of ``partial_plan`` that are trained; None for all.
     """
 
     inputs: Inputs
     batch_shape: BatchShape
-    first: int = 0
-    epoch: int = 0
+    first_step: int = 0
+    first_epoch: int = 0
     partial_plan: EpochPlan | None = None
     max_partial_steps: int | None = None
 
@@ -146,7 +153,7 @@ class Section:
         return num_steps if self.max_partial_steps is None else min(num_steps, self.max_partial_steps)
 
     def plan_of(self, epoch: int) -> EpochPlan:
-        if self.partial_plan is not None and epoch == self.epoch:
+        if self.partial_plan is not None and epoch == self.first_epoch:
             return self.partial_plan
         return self.inputs.plan_of(epoch, self.batch_shape)
 
@@ -154,27 +161,27 @@ class Section:
         """Steps of the run that are done after ``num_epochs`` epochs of the run, or ``max_steps`` if that is given."""
         if max_steps:
             return max_steps
-        num_epochs -= self.epoch  # from here, those of this section
+        num_epochs -= self.first_epoch  # from here, those of this section
         if self.partial_plan is None:
-            return self.first + math.ceil(max(num_epochs, 0.0) * self.steps_per_epoch)
+            return self.first_step + math.ceil(max(num_epochs, 0.0) * self.steps_per_epoch)
         if num_epochs == 1:
-            return self.first + self.num_partial_steps  # without planning a full epoch
+            return self.first_step + self.num_partial_steps  # without planning a full epoch
         # The section has the last steps of its first epoch; the earlier ones were trained before it.
         per_epoch = self.steps_per_epoch
         num_steps_before = per_epoch - self.num_partial_steps
         first_epoch_steps = math.ceil(max(min(num_epochs, 1.0) * per_epoch - num_steps_before, 0))
-        return self.first + first_epoch_steps + math.ceil(max(num_epochs - 1, 0.0) * per_epoch)
+        return self.first_step + first_epoch_steps + math.ceil(max(num_epochs - 1, 0.0) * per_epoch)
 
-    def stretch(self, step: int) -> EpochStretch:
+    def span_at(self, step: int) -> EpochSpan:
         """The epoch that a step of the run belongs to."""
-        assert step >= self.first, "earlier steps were assigned before"
-        first_full_step = self.first + self.num_partial_steps
+        assert step >= self.first_step, "earlier steps were assigned before"
+        first_full_step = self.first_step + self.num_partial_steps
         if step < first_full_step:
-            return EpochStretch(self, self.epoch, self.first, first_full_step)
-        first_full_epoch = self.epoch if self.partial_plan is None else self.epoch + 1
+            return EpochSpan(self, self.first_epoch, self.first_step, first_full_step)
+        first_full_epoch = self.first_epoch if self.partial_plan is None else self.first_epoch + 1
         num_full_epochs = (step - first_full_step) // self.steps_per_epoch  # before the epoch of ``step``
         first = first_full_step + num_full_epochs * self.steps_per_epoch
-        return EpochStretch(self, first_full_epoch + num_full_epochs, first, first + self.steps_per_epoch)
+        return EpochSpan(self, first_full_epoch + num_full_epochs, first, first + self.steps_per_epoch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,50 +190,51 @@ class TrainedStage:
 
     Args:
         number: of the stage, 0-based.
-        epoch: its first epoch.
+        first_epoch: of the stage.
         sections: one for each time that packs were assigned.
-        stop: steps of the run that are done when it ends.
+        stop_step: steps of the run that are done when it ends.
     """
 
     number: int
-    epoch: int
+    first_epoch: int
     sections: tuple[Section, ...]
-    stop: int
+    stop_step: int
 
     @classmethod
     def reassigned(
         cls,
         number: int,
-        epoch: int,
+        first_epoch: int,
         section: Section,
-        reassignments: Sequence[tuple[int, BatchShape]],
+        reassignments: Sequence[Assignment],
         num_epochs: float,
         max_steps: int | None,
     ) -> TrainedStage:
-        """A stage that starts with a section, and whose packs are assigned to other ranks after some steps.
+        """A stage that starts with ``section``, and whose packs are assigned to other ranks later.
 
         Args:
-            number: of the stage, 0-based.
-            epoch: its first epoch.
-            reassignments: steps in their order, and the batch shape from there; those after the stage are ignored.
-            num_epochs, max_steps: end of the stage, in epochs of the run, or in steps of the run unless None.
+            reassignments: later assignments, in their order; those after the end of the stage are ignored.
+            num_epochs: number of epochs of the run at whose end the stage ends.
+            max_steps: number of steps of the run at whose end the stage ends, instead of ``num_epochs``; None: not set.
         """
         sections = [section]
-        for step, batch_shape in reassignments:
+        for reassignment in reassignments:
+            step, batch_shape = reassignment.first_step, reassignment.batch_shape
             if step >= section.end(num_epochs, max_steps):
                 break
-            stretch = section.stretch(step)
-            # A new section starts here, with the packs of the epoch that are not trained yet.
+            # A new section starts with the packs of the epoch that are not trained yet. With --packs-per-step, packs
+            # stay in their steps, for any number of ranks.
             keeps_steps = section.inputs.config.packs_per_step is not None
-            remaining_packs = stretch.plan.packs_from(step - stretch.first, keeps_steps=keeps_steps)
+            span = section.span_at(step)
+            remaining_packs = span.plan.packs_from(step - span.first_step, keeps_steps=keeps_steps)
             remaining_plan = section.inputs.assign(remaining_packs, batch_shape, keeps_steps=keeps_steps)
-            section = Section(section.inputs, batch_shape, step, stretch.epoch, partial_plan=remaining_plan)
+            section = Section(section.inputs, batch_shape, step, span.epoch, partial_plan=remaining_plan)
             sections.append(section)
-        return cls(number, epoch, tuple(sections), stop=section.end(num_epochs, max_steps))
+        return cls(number, first_epoch, tuple(sections), stop_step=section.end(num_epochs, max_steps))
 
     @property
-    def first(self) -> int:
-        return self.sections[0].first
+    def first_step(self) -> int:
+        return self.sections[0].first_step
 
     @property
     def inputs(self) -> Inputs:
@@ -238,53 +246,54 @@ class TrainedStage:
         assert self.inputs.mixture is not None, "stages have recipes"
         return self.inputs.mixture
 
-    def stretch(self, step: int) -> EpochStretch:
+    def span_at(self, step: int) -> EpochSpan:
         """The steps around ``step`` that belong to one epoch and section."""
-        number = bisect_right(self.sections, step, key=lambda section: section.first) - 1
-        stretch = self.sections[max(number, 0)].stretch(step)
-        later = self.sections[max(number, 0) + 1 :]
-        return dataclasses.replace(stretch, stop=min(stretch.stop, later[0].first)) if later else stretch
+        number = max(bisect_right(self.sections, step, key=lambda section: section.first_step) - 1, 0)
+        span = self.sections[number].span_at(step)
+        if number + 1 == len(self.sections):
+            return span
+        return dataclasses.replace(span, stop_step=min(span.stop_step, self.sections[number + 1].first_step))
 
-    def stretches(self, start: int = 0) -> Iterator[EpochStretch]:
+    def spans(self, start: int = 0) -> Iterator[EpochSpan]:
         """Its epochs in order, from that of step ``start``."""
-        step = max(start, self.first)
-        while step < self.stop:
-            stretch = self.stretch(step)
-            yield dataclasses.replace(stretch, stop=min(stretch.stop, self.stop))
-            step = stretch.stop
+        step = max(start, self.first_step)
+        while step < self.stop_step:
+            span = self.span_at(step)
+            yield dataclasses.replace(span, stop_step=min(span.stop_step, self.stop_step))
+            step = span.stop_step
 
     def training_counts(self) -> Int64Array:
         """Training count of each sample of the caches, int64 (N,)."""
         counts = np.zeros(len(self.inputs.lengths), np.int64)
-        for stretch in self.stretches():
-            counts += np.bincount(stretch.samples(), minlength=len(counts))
+        for span in self.spans():
+            counts += np.bincount(span.samples(), minlength=len(counts))
         return counts
 
-    def counts(self) -> Int64Array:
+    def source_counts(self) -> Int64Array:
         """Its samples, tokens and target tokens of each source, int64 (S, 3)."""
         counts = np.zeros((len(self.mixture.names), 3), np.int64)
-        for stretch in self.stretches():
-            counts += counts_of_samples(stretch.samples(), self.mixture)
+        for span in self.spans():
+            counts += counts_of_samples(span.samples(), self.mixture)
         return counts
 
     def figures(self) -> dict[str, Any]:
         """Figures of the stage and of its sources, by name, as JSON has them."""
         options = self.inputs.options
-        num_filtered = self.mixture.num_filtered
-        source_figures = share_figures(by_name(self.counts(), self.mixture))
+        source_figures = share_figures(by_name(self.source_counts(), self.mixture))
         source_figures = {name: each for name, each in source_figures.items() if each["num_samples"]}
         training_counts = self.training_counts()
-        num_distinct = int(np.count_nonzero(training_counts))
+        num_cached, num_distinct = len(training_counts), int(np.count_nonzero(training_counts))
+        num_filtered = self.mixture.num_filtered
         return {
-            "first_step": self.first + 1,
-            "last_step": self.stop,
+            "first_step": self.first_step + 1,
+            "last_step": self.stop_step,
             "packing_length": options.packing_length if options.packing else None,
             "sequence_parallel_size": self.inputs.sequence_parallel_size,
             "max_length": options.max_length,
             "samples": sum(each["num_samples"] for each in source_figures.values()),
-            "num_samples_in_caches": len(training_counts),
+            "num_samples_in_caches": num_cached,
             "num_distinct_samples": num_distinct,
-            "not_drawn": len(training_counts) - num_distinct - num_filtered,
+            "not_drawn": num_cached - num_distinct - num_filtered,
             "filtered": num_filtered,
             "sources": source_figures,
         }
@@ -298,25 +307,20 @@ class Timeline:
     stages: tuple[TrainedStage, ...]
 
     @classmethod
-    def of(
-        cls, inputs: Inputs, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None = None
-    ) -> Timeline:
-        """The steps of a run; the rest of an epoch is assigned again wherever the number of ranks changed.
+    def of(cls, inputs: Inputs, assignments: Sequence[Assignment], change: DataChange | None = None) -> Timeline:
+        """The steps of a run whose packs were assigned to ranks by ``assignments``, in their order.
 
-        Args:
-            assignments: since the last change of the data: a step, and the fields of ``BatchShape`` from there.
-            change: the last change of the data, before which no step can be located; None without any.
+        After a ``change`` of the data, both assignments and timeline start at the change.
         """
-        shapes = [(step, BatchShape(*shape)) for step, *shape in assignments]
         if inputs.stages:
-            return cls(inputs, tuple(_stages(inputs, shapes, change)))
-        _, shape = shapes[0]
-        section = Section(inputs, shape) if change is None else Section.after_change(inputs, shape, change)
+            return cls(inputs, tuple(_stages(inputs, assignments, change)))
+        batch_shape = assignments[0].batch_shape
+        section = Section(inputs, batch_shape) if change is None else Section.after_change(inputs, batch_shape, change)
         stage = TrainedStage.reassigned(
             number=0,
-            epoch=0,
+            first_epoch=0,
             section=section,
-            reassignments=shapes[1:],
+            reassignments=assignments[1:],
             num_epochs=inputs.config.num_train_epochs,
             max_steps=inputs.config.max_steps,
         )
@@ -324,71 +328,73 @@ class Timeline:
 
     @property
     def num_steps(self) -> int:
-        return self.stages[-1].stop
+        return self.stages[-1].stop_step
 
     @cached_property
-    def first(self) -> EpochPlan:
+    def first_plan(self) -> EpochPlan:
         """The plan of a full epoch; with stages that of the first epoch, which may be partial."""
         section = self.stages[0].sections[-1]
-        return section.plan_of(section.epoch) if self.inputs.stages else section.full
+        return section.plan_of(section.first_epoch) if self.inputs.stages else section.full
 
     @cached_property
     def steps_per_epoch(self) -> int:
         """Steps of a full epoch; with stages of the first epoch."""
-        return self.first.steps.num_steps
+        return self.first_plan.steps.num_steps
 
     def stage(self, step: int) -> TrainedStage:
         """The stage that a step belongs to."""
-        return next((stage for stage in self.stages if step < stage.stop), self.stages[-1])
+        return next((stage for stage in self.stages if step < stage.stop_step), self.stages[-1])
 
     def stage_of(self, step: int) -> tuple[int, int] | None:
         """The 0-based number of the stage of a step, and the stage's first epoch; None without stages."""
         stage = self.stage(step)
-        return (stage.number, stage.epoch) if self.inputs.stages else None
+        return (stage.number, stage.first_epoch) if self.inputs.stages else None
 
-    def stretch(self, step: int) -> EpochStretch:
+    def span_at(self, step: int) -> EpochSpan:
         """The steps around ``step`` that belong to one epoch and section; ``step`` may lie after the last one."""
         stage = self.stage(step)
-        stretch = stage.stretch(step)
-        return stretch if stage is self.stages[-1] else dataclasses.replace(stretch, stop=min(stretch.stop, stage.stop))
+        span = stage.span_at(step)
+        if stage is self.stages[-1]:
+            return span
+        return dataclasses.replace(span, stop_step=min(span.stop_step, stage.stop_step))
 
-    def stretches(self, start: int = 0) -> Iterator[EpochStretch]:
+    def spans(self, start: int = 0) -> Iterator[EpochSpan]:
         """The epochs in order, from that of step ``start`` to the last step."""
         for stage in self.stages:
-            yield from stage.stretches(start)
+            yield from stage.spans(start)
 
     def locate(self, step: int) -> tuple[int, int]:
         """The epoch of a step, and its number in the epoch's plan."""
-        stretch = self.stretch(step)
-        return stretch.epoch, step - stretch.first
+        span = self.span_at(step)
+        return span.epoch, step - span.first_step
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as its packs were last assigned."""
-        begun = [stage for stage in self.stages if stage.epoch <= epoch]
+        begun = [stage for stage in self.stages if stage.first_epoch <= epoch]
         stage = begun[-1] if begun else self.stages[0]
         return stage.sections[-1].plan_of(epoch)
 
     def epochs(self, step: int) -> float:
         """Epochs done after ``step`` steps, as a fraction; the partial epoch of a stage counts as a whole one."""
-        stretch = self.stretch(step)
-        epoch_step, section = step - stretch.first, stretch.section
+        span = self.span_at(step)
+        epoch_step, section = step - span.first_step, span.section
         if self.inputs.stages:
-            return stretch.epoch + epoch_step / max(stretch.stop - stretch.first, 1)
-        if section.first == 0 and section.partial_plan is None:
+            return span.epoch + epoch_step / max(span.num_steps, 1)
+        if section.first_step == 0 and section.partial_plan is None:
             return step / self.steps_per_epoch
-        if stretch.is_partial:  # earlier steps of the epoch were trained before this section
+        if span.is_partial:  # earlier steps of the epoch were trained before this section
             epoch_step += max(self.steps_per_epoch - section.num_partial_steps, 0)
-        return stretch.epoch + epoch_step / self.steps_per_epoch
+        return span.epoch + epoch_step / self.steps_per_epoch
 
     def target_tokens_from(self, start: int) -> int:
         """Target tokens of all steps from ``start``, over all ranks."""
-        return sum(stretch.target_tokens_from(start) for stretch in self.stretches(start))
+        return sum(span.target_tokens_from(start) for span in self.spans(start))
 
     def num_steps_without_packing(self) -> int:
         """Steps of the run with one sample a row."""
         if self.inputs.stages:
             return math.ceil(self._sum_over_epochs(lambda plan: plan.summary.num_steps_without_packing))
-        return math.ceil(self.num_steps / self.steps_per_epoch * self.first.summary.num_steps_without_packing)
+        return math.ceil(self.num_steps / self.steps_per_epoch * self.first_plan.summary.num_steps_without_packing)
 
     def num_empty_micro_batches(self) -> int:
         """Micro-batches without samples, over all ranks and full epochs, if each has as many as the first.
@@ -397,7 +403,7 @@ class Timeline:
         """
         if self.inputs.stages:
             return round(self._sum_over_epochs(lambda plan: plan.steps.num_empty_micro_batches))
-        return self.num_steps // self.steps_per_epoch * self.first.steps.num_empty_micro_batches
+        return self.num_steps // self.steps_per_epoch * self.first_plan.steps.num_empty_micro_batches
 
     def slowest_flops(self) -> float:
         """FLOPs of all steps if every rank had as many as the slowest of its step; plans need costs."""
@@ -411,9 +417,9 @@ class Timeline:
     def _sum_over_epochs(self, figure: Callable[[EpochPlan], float]) -> float:
         """Sum a figure of each epoch's plan, times the fraction of its steps that is trained."""
         trained_figures = []
-        for stretch in self.stretches():
-            plan = stretch.typical_plan
-            trained_figures.append(figure(plan) * (stretch.stop - stretch.first) / max(plan.steps.num_steps, 1))
+        for span in self.spans():
+            plan = span.typical_plan
+            trained_figures.append(figure(plan) * (span.num_steps) / max(plan.steps.num_steps, 1))
         return sum(trained_figures)
 
     def counts_of_steps(self) -> Int64Array:
@@ -422,10 +428,10 @@ class Timeline:
         The first full epoch of a stage stands for all of them, whose samples are drawn anew in the same shares.
         """
         counts = []
-        for stretch in self.stretches():
-            plan, mixture = stretch.typical_plan, stretch.section.inputs.mixture
+        for span in self.spans():
+            plan, mixture = span.typical_plan, span.section.inputs.mixture
             assert mixture is not None, "a run with a mixture"
-            counts.append(counts_of_steps(plan.packs, plan.steps, mixture)[: stretch.stop - stretch.first])
+            counts.append(counts_of_steps(plan.packs, plan.steps, mixture)[: span.num_steps])
         return np.concatenate(counts)
 
     def figures(self) -> list[dict[str, Any]]:
@@ -446,7 +452,7 @@ class Timeline:
 
     def stage_line(self, step: int) -> str | None:
         """The message that a stage begins after ``step`` steps; None if none does."""
-        if all(stage.first != step for stage in self.stages):
+        if all(stage.first_step != step for stage in self.stages):
             return None  # figures take time
         for figures in self.figures():
             if figures["first_step"] == step + 1:
@@ -472,68 +478,64 @@ class _StageStart(NamedTuple):
     training_counts: Int64Array  # of each sample, before the stage, (N,)
 
 
-def _stages(
-    inputs: Inputs, shapes: Sequence[tuple[int, BatchShape]], change: DataChange | None
-) -> Iterator[TrainedStage]:
-    """Yield the stages of a run, each with the plan of its first epoch; after a change, from the stage of the change.
-
-    ``shapes`` are steps in their order, and the batch shape of the run from there.
-    """
+def _stages(inputs: Inputs, assignments: Sequence[Assignment], change: DataChange | None) -> Iterator[TrainedStage]:
+    """Yield the stages of a run, each with the plan of its first epoch; after a change, the stages from there on."""
     if change is None:
         start = _StageStart(0, step=0, epoch=0, training_counts=np.zeros(len(inputs.lengths), np.int64))
-        stage = _stage(inputs, start, shapes)
+        stage = _stage(inputs, start, assignments)
     else:
         assert change.stage is not None, "a change of a run with stages"
-        counts = concatenate_counts(change.trained)
-        start = _StageStart(change.stage[0], step=change.step, epoch=change.epoch, training_counts=counts)
-        stage = _stage_after_change(inputs, start, shapes, change)
+        number, _ = change.stage
+        training_counts = concatenate_counts(change.trained)
+        start = _StageStart(number, step=change.step, epoch=change.epoch, training_counts=training_counts)
+        stage = _stage_after_change(inputs, start, assignments, change)
     yield stage
     while start.number + 1 < len(inputs.stages):
         start = _next_start(start, stage)
-        stage = _stage(inputs, start, shapes)
+        stage = _stage(inputs, start, assignments)
         yield stage
 
 
 def _next_start(start: _StageStart, stage: TrainedStage) -> _StageStart:
     """The start of the stage after ``stage``, which starts at ``start``."""
     step, epoch = start.step, start.epoch
-    if stage.stop > step:  # otherwise the stage has no steps
-        step = stage.stop
-        epoch = stage.sections[-1].stretch(step - 1).epoch
+    if stage.stop_step > step:  # otherwise the stage has no steps
+        step = stage.stop_step
+        epoch = stage.sections[-1].span_at(step - 1).epoch
     training_counts = start.training_counts + stage.training_counts()
     return _StageStart(start.number + 1, step, epoch + 1, training_counts)  # every stage starts a new epoch
 
 
-def _stage(inputs: Inputs, start: _StageStart, shapes: Sequence[tuple[int, BatchShape]]) -> TrainedStage:
+def _stage(inputs: Inputs, start: _StageStart, assignments: Sequence[Assignment]) -> TrainedStage:
     """The stage that starts at ``start``, where no data has changed since."""
-    run_shape = _shape_at(shapes, start.step)
+    run_shape = _shape_at(assignments, start.step)
     fraction, num_epochs = inputs.first_epoch_fraction(start.number, start.step, run_shape)
     section = _first_section(inputs, start, fraction, inputs.stage_batch_shape(start.number, run_shape))
-    return _assigned_stage(inputs, start, shapes, section, first_epoch=start.epoch, num_epochs=num_epochs)
+    return _assigned_stage(inputs, start, assignments, section, first_epoch=start.epoch, num_epochs=num_epochs)
 
 
 def _stage_after_change(
-    inputs: Inputs, start: _StageStart, shapes: Sequence[tuple[int, BatchShape]], change: DataChange
+    inputs: Inputs, start: _StageStart, assignments: Sequence[Assignment], change: DataChange
 ) -> TrainedStage:
     """The rest of the stage in which the data changed, from the change on."""
     assert change.stage is not None, "a change of a run with stages"
-    run_shape = _shape_at(shapes, start.step)
-    _, num_epochs = inputs.first_epoch_fraction(start.number, start.step, run_shape)
-    batch_shape = inputs.stage_batch_shape(start.number, run_shape)
-    section = Section.after_change(inputs.stages[start.number], batch_shape, change)
-    first_epoch = change.stage[1]  # the stage may have begun before the change
-    return _assigned_stage(inputs, start, shapes, section, first_epoch=first_epoch, num_epochs=num_epochs)
+    number, first_epoch = change.stage  # the stage may have begun before the change
+    run_shape = _shape_at(assignments, start.step)
+    _, num_epochs = inputs.first_epoch_fraction(number, start.step, run_shape)
+    batch_shape = inputs.stage_batch_shape(number, run_shape)
+    section = Section.after_change(inputs.stages[number], batch_shape, change)
+    return _assigned_stage(inputs, start, assignments, section, first_epoch=first_epoch, num_epochs=num_epochs)
 
 
-def _shape_at(shapes: Sequence[tuple[int, BatchShape]], step: int) -> BatchShape:
-    """The batch shape of a run at ``step``: the last one that starts there or before."""
-    return [shape for first_step, shape in shapes if first_step <= step][-1]
+def _shape_at(assignments: Sequence[Assignment], step: int) -> BatchShape:
+    """The batch shape of a run at ``step``: that of the last assignment until then."""
+    return [each.batch_shape for each in assignments if each.first_step <= step][-1]
 
 
 def _assigned_stage(
     inputs: Inputs,
     start: _StageStart,
-    shapes: Sequence[tuple[int, BatchShape]],
+    assignments: Sequence[Assignment],
     section: Section,
     *,
     first_epoch: int,
@@ -542,7 +544,9 @@ def _assigned_stage(
     """A stage of ``num_epochs`` epochs that begins with ``section``, assigned again where the batch shape changes."""
     number = start.number
     reassignments = [
-        (first_step, inputs.stage_batch_shape(number, shape)) for first_step, shape in shapes if first_step > start.step
+        Assignment(each.first_step, *inputs.stage_batch_shape(number, each.batch_shape))
+        for each in assignments
+        if each.first_step > start.step
     ]
     max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
     stage_end = first_epoch + num_epochs  # in epochs of the run
@@ -550,23 +554,24 @@ def _assigned_stage(
 
 
 def _first_section(inputs: Inputs, start: _StageStart, fraction: float, batch_shape: BatchShape) -> Section:
-    """The first section of a stage: its partial epoch, and full ones after it.
+    """The first section of a stage: a partial epoch, and full epochs after it.
 
-    ``fraction``, in (0, 1], is that of an epoch that the partial epoch trains; samples with the smallest training
-    counts are drawn first.
+    The partial epoch has this ``fraction`` of an epoch, in (0, 1]: the samples with the smallest training counts.
     """
-    stage = inputs.stages[start.number]
-    mixture, step, epoch = stage.mixture, start.step, start.epoch
+    stage, step, epoch = inputs.stages[start.number], start.step, start.epoch
+    mixture = stage.mixture
     assert mixture is not None, "every stage has a mixture"
+
+    def plan_partial_epoch(fraction: float) -> EpochPlan:
+        return stage.plan_mixture(mixture.partial_epoch(fraction, start.training_counts), epoch, batch_shape)
+
+    plan = plan_partial_epoch(fraction)
     if inputs.config.max_steps is None:
-        plan = stage.plan_mixture(mixture.partial_epoch(fraction, start.training_counts), epoch, batch_shape)
         return Section(stage, batch_shape, step, epoch, partial_plan=plan)
     steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
     num_steps = round(fraction * steps_per_epoch)
-    while True:
-        plan = stage.plan_mixture(mixture.partial_epoch(fraction, start.training_counts), epoch, batch_shape)
-        num_missing = num_steps - plan.steps.num_steps
-        if num_missing <= 0:
-            return Section(stage, batch_shape, step, epoch, partial_plan=plan, max_partial_steps=num_steps)
-        # A step too few would end the run early, so draw more samples.
+    # Too few steps would end the run early, so draw more samples until there are enough.
+    while (num_missing := num_steps - plan.steps.num_steps) > 0:
         fraction += (num_missing + 0.5) / steps_per_epoch
+        plan = plan_partial_epoch(fraction)
+    return Section(stage, batch_shape, step, epoch, partial_plan=plan, max_partial_steps=num_steps)

@@ -29,7 +29,7 @@ class TrainedModel:
                 )
             return cls(model, adapter=None)
         if base_model is not None:
-            if _is_gone(base_model):
+            if _is_missing_directory(base_model):
                 raise ConfigError(f"--base-model {base_model}: there is no such directory")
             return cls(base_model, adapter=model)
         path = os.path.join(model, ADAPTER_FILE)
@@ -39,7 +39,7 @@ class TrainedModel:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise MismatchError(f"{path} does not name a base model: {error!r}", "Save the adapter again.") from error
         # Adapters of older runs may name a directory relative to where the run was started.
-        if not isinstance(recorded_base, str) or _is_gone(recorded_base):
+        if not isinstance(recorded_base, str) or _is_missing_directory(recorded_base):
             raise MismatchError(
                 f"{path} names {recorded_base!r} as its base model, which does not exist",
                 "Give its new directory with --base-model DIR, or restore it.",
@@ -64,7 +64,7 @@ def describe_non_adapter(directory: str) -> str:
     return f"it has no {ADAPTER_FILE}"
 
 
-def _is_gone(base: str) -> bool:
+def _is_missing_directory(base: str) -> bool:
     """Return whether a local directory is missing; ``owner/name`` may be an id of the hub."""
     is_local = os.path.isabs(base) or base.startswith(".") or base.count("/") != 1
     return is_local and not os.path.isdir(base)

@@ -36,7 +36,7 @@ from packtool.train.model.load import load_model, quiet_transformers, resolve_dt
 from packtool.train.model.trainable import without_dropout
 from packtool.train.prepare.caches import open_caches
 from packtool.train.prepare.parallelism import axes_of
-from packtool.train.prepare.shared_prefixes import find_shared
+from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from packtool.train.verify.checks import (
     Check,
     PackUnderTest,
@@ -165,7 +165,7 @@ def _plan_packs(
 ) -> tuple[list[list[int]], bool]:
     """Choose the packs to check; return the samples of each, and whether they may share prefixes."""
     capacity = _capacity(config, reader)
-    shared, warning = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
+    shared, warning = find_shared_prefixes(config, files.config, reader, capacity=capacity, max_length=capacity)
     if warning is not None:
         progress.note(warning)
     if shared is None:

@@ -34,7 +34,7 @@ from packtool.planning.options import PlanOptions
 from packtool.progress import Progress
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.model.trainable import without_dropout
-from packtool.train.prepare.checkpoint import BatchShape
+from packtool.train.prepare.checkpoint import Assignment, BatchShape
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.timeline import Timeline
 from packtool.train.verify.checks import Check, tolerances, without_boundaries, worst_of
@@ -73,9 +73,9 @@ def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -
         ConfigError: if no two samples share a pack.
     """
     steps: list[StepSamples] = []
-    for stretch in _plan_timeline(config, packing_length, reader).stretches():  # one for each epoch
-        num_steps = stretch.stop - stretch.first
-        steps += [_step_samples(stretch.plan, plan_step) for plan_step in range(num_steps)]
+    for span in _plan_timeline(config, packing_length, reader).spans():  # one for each epoch
+        num_steps = span.num_steps
+        steps += [_step_samples(span.plan, plan_step) for plan_step in range(num_steps)]
     if all(len(pack) == 1 for step in steps for pack in step.packs):
         raise ConfigError(
             f"--packing-length {packing_length}: no two samples of these steps share a pack, so there is nothing to "
@@ -93,7 +93,7 @@ def _plan_timeline(config: VerifyConfig, packing_length: int, reader: CacheReade
     train_config = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory)
     inputs = Inputs(config=train_config, options=options, lengths=index.length, targets=index.target_tokens)
     one_rank = BatchShape(world_size=1, gradient_accumulation_steps=1, batch_size=1)
-    return Timeline.of(inputs, ((0, *one_rank),))  # from step 0 on
+    return Timeline.of(inputs, (Assignment(0, *one_rank),))  # from step 0 on
 
 
 def _step_samples(plan: EpochPlan, step: int) -> StepSamples:

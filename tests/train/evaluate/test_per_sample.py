@@ -30,7 +30,7 @@ from packtool.train.model.load import load_model
 from packtool.train.model.loss import HeadLoss, head_of
 from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.evaluation import plan_of_samples
-from packtool.train.prepare.shared_prefixes import find_shared
+from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from packtool.train.run import train
 from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world
@@ -199,7 +199,7 @@ def test_samples_with_shared_prefixes_have_the_same_scores_as_alone(
     reader = alike_case.reader
     samples = WithGaps(reader) if has_gaps else reader
     plan = plan_of_samples(reader, World(), max_tokens=400)
-    shared, _ = find_shared(tiny.config("unused"), alike_case.spec.config.to_dict(), reader, capacity=400)
+    shared, _ = find_shared_prefixes(tiny.config("unused"), alike_case.spec.config.to_dict(), reader, capacity=400)
     assert shared is not None
     model = case.load()
     rows: list[int] = []

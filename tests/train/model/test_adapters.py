@@ -22,7 +22,7 @@ from packtool.train.model.load import auto_class, model_without_weights
 from packtool.train.model.loss import HeadLoss, target_losses
 from packtool.train.model.memory import parameter_sizes
 from packtool.train.model.merge import merge_adapter
-from packtool.train.model.precision import raise_to_float32
+from packtool.train.model.precision import convert_trained_to_float32
 from packtool.train.model.trainable import make_trainable, split_by_rate
 from packtool.train.run import train
 from tests.attention.hybrids import hybrid_config
@@ -72,7 +72,7 @@ def test_a_step_changes_only_weights_of_the_adapter(kind: str, dtype: torch.dtyp
     run = TrainConfig(model="", cached_dataset=("",), output_dir="", **settings_of(kind))
     model = reduced_model("qwen3_vl").to(dtype)
     adapted = make_trainable(model, run)
-    raise_to_float32(adapted)
+    convert_trained_to_float32(adapted)
     before = {name: parameter.clone() for name, parameter in adapted.named_parameters()}
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     prefix = {"bone": "miss_", "vera": "vera_lambda_"}.get(kind, f"{kind}_")

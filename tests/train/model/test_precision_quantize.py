@@ -14,7 +14,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
 from packtool.train.model.load import load_model
-from packtool.train.model.precision import quantization_config, quantized_layers, saved_bytes
+from packtool.train.model.precision import bytes_saved_by_quantization, quantization_config, quantized_layers
 from packtool.train.model.trainable import make_trainable
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
@@ -116,9 +116,11 @@ def test_towers_and_head_are_not_quantized() -> None:
 def test_saved_bytes_equal_a_count_by_hand() -> None:
     layers = [torch.nn.Linear(128, 64), torch.nn.Linear(64, 256)]
     numbers = 128 * 64 + 64 * 256
-    assert saved_bytes(layers, config(quant_bits=8), 2) == numbers * 1 - 4 * (64 + 256)
-    assert saved_bytes(layers, config(quant_bits=4, bnb_4bit_use_double_quant=False), 2) == numbers * (1.5 - 4 / 64)
-    twice = saved_bytes(layers, config(quant_bits=4), 2) - numbers * (1.5 - 4 / 64)
+    assert bytes_saved_by_quantization(layers, config(quant_bits=8), 2) == numbers * 1 - 4 * (64 + 256)
+    assert bytes_saved_by_quantization(layers, config(quant_bits=4, bnb_4bit_use_double_quant=False), 2) == numbers * (
+        1.5 - 4 / 64
+    )
+    twice = bytes_saved_by_quantization(layers, config(quant_bits=4), 2) - numbers * (1.5 - 4 / 64)
     assert twice * 8 / numbers == pytest.approx(0.373, abs=1e-3), "the paper's 0.373 bits a weight"
 
 
@@ -195,7 +197,10 @@ def test_transposed_linear_layers_are_adapted_quantized_and_merged(bits: int | N
     )
     if bits:
         assert len(quantized_layers(gpt2, "gpt2", options)) == 8
-        assert saved_bytes(quantized_layers(gpt2, "gpt2", config(quant_bits=8)), config(quant_bits=8), 2) > 0
+        assert (
+            bytes_saved_by_quantization(quantized_layers(gpt2, "gpt2", config(quant_bits=8)), config(quant_bits=8), 2)
+            > 0
+        )
     model = load_model(
         str(tmp_path), gpt2.config, dtype=torch.float32, packing=False, quantization=options if bits else None
     )

@@ -55,7 +55,7 @@ def test_peak_stays_within_the_budget(name: str, plans: dict[str, LayerPlan], da
     longest = LONGEST[name]
     computed = data.draw(st.integers(2, longest.computed))
     vision = data.draw(st.integers(0, min(longest.vision, computed - 1)))
-    bounds = [bound(**vars(longest)) for bound in (plans[name].keeping, plans[name].recomputing)]
+    bounds = [bound(**vars(longest)) for bound in (plans[name].without_recomputation, plans[name].with_recomputation)]
     budget = data.draw(st.floats(0.5 * bounds[1], 1.1 * bounds[0]))
     plan = dataclasses.replace(plans[name], budget=budget)
     tokens = RankTokens(computed=computed, vision=vision)
@@ -70,7 +70,7 @@ def test_peak_stays_within_the_budget(name: str, plans: dict[str, LayerPlan], da
 def test_no_layer_recomputes_without_need(name: str, plans: dict[str, LayerPlan]) -> None:
     """With two layers less, the traced peak of the longest pass exceeds the budget."""
     tokens, plan = LONGEST[name], plans[name]
-    high, low = (bound(**vars(tokens)) for bound in (plan.keeping, plan.recomputing))
+    high, low = (bound(**vars(tokens)) for bound in (plan.without_recomputation, plan.with_recomputation))
     for share in (0.2, 0.5, 0.8):
         budget = low + share * (high - low)
         num_layers = int(dataclasses.replace(plan, budget=budget).num_layers(**vars(tokens)))
@@ -128,7 +128,7 @@ def test_recomputed_flops_are_those_of_the_layers() -> None:
 def test_switch_counts_tokens_and_towers(plans: dict[str, LayerPlan]) -> None:
     name = "qwen3_vl"
     longest, config = vars(LONGEST[name]), deep_config(name)
-    kept, recomputed = plans[name].keeping(**longest), plans[name].recomputing(**longest)
+    kept, recomputed = plans[name].without_recomputation(**longest), plans[name].with_recomputation(**longest)
     model = switched_model(config, 0)
     layers, spec = switchable_layers(model), InputSpec("", config, MediaLimits())
     in_tower = [module for module in model.model.visual.modules() if hasattr(module, "gradient_checkpointing")]
@@ -161,7 +161,7 @@ def test_shares_of_layers_may_differ() -> None:
 def test_figures_of_a_plan(plans: dict[str, LayerPlan]) -> None:
     """Of a short and a long micro-batch: layers, FLOPs as torch counts them, and the peak against the budget."""
     full = plans["qwen3"]
-    high, low = (bound(computed=400) for bound in (full.keeping, full.recomputing))
+    high, low = (bound(computed=400) for bound in (full.without_recomputation, full.with_recomputation))
     plan = dataclasses.replace(full, budget=(high + low) / 2)
     tokens = {"computed": np.array([2, 400])}
     figures, num_layers = plan.figures(tokens), int(plan.num_layers(computed=400))
@@ -191,7 +191,7 @@ def test_ranks_that_share_sequences_recompute_the_same_layers() -> None:
     config = run_config(gradient_checkpointing="auto", sequence_parallel_size=2, sequence_parallel_type="ring")
     arguments: dict[str, Any] = {"dtype": torch.float32, "world_size": 2}
     plan = plan_layers([(config, axes)], [RankTokens(computed=400)], deep_config("qwen3"), **arguments, budget=1e12)
-    low, high = plan.recomputing(computed=400), plan.keeping(computed=400)
+    low, high = plan.with_recomputation(computed=400), plan.without_recomputation(computed=400)
     shared = dataclasses.replace(plan, budget=(low + high) / 2)
     assert int(shared.num_layers(computed=2)) == int(shared.num_layers(computed=400)) > 0
 

@@ -63,7 +63,7 @@ def test_the_first_samples_are_the_shortest_of_the_first_pack_in_its_order(tiny:
 def test_plans_are_cached_in_one_place(tiny: TinyWorld, tmp_path: Path) -> None:
     """The epoch that is trained and the one that is read ahead are planned once, whoever asks."""
     schedule = Run.of(tiny.config(tmp_path, num_train_epochs=4.0), World()).timeline
-    assert schedule.first is schedule.plan_of(0)
+    assert schedule.first_plan is schedule.plan_of(0)
     second_plan, third = schedule.plan_of(1), schedule.plan_of(2)
     assert (schedule.plan_of(1), schedule.plan_of(2)) == (second_plan, third)
 

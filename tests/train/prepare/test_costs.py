@@ -57,22 +57,26 @@ def test_module_names_of_unknown_families_are_accepted() -> None:
 def test_recomputation_counts_for_the_hardware_only() -> None:
     plain = RunCosts.of(run_config(gradient_checkpointing=False, packing_length=256), MODEL)
     recomputing = RunCosts.of(run_config(gradient_checkpointing=True, packing_length=256), MODEL)
-    assert plain.model == plain.hardware == recomputing.model
-    assert recomputing.hardware.per_token > recomputing.model.per_token
+    assert plain.without_recomputation == plain.with_recomputation == recomputing.without_recomputation
+    assert recomputing.with_recomputation.per_token > recomputing.without_recomputation.per_token
     # 448 logits of 151,936 numbers are more than are made at a time.
     long, short = (RunCosts.of(run_config(packing_length=length), MODEL) for length in (448, 256))
-    assert long.hardware.per_target_token > long.model.per_target_token == short.hardware.per_target_token
+    assert (
+        long.with_recomputation.per_target_token
+        > long.without_recomputation.per_target_token
+        == short.with_recomputation.per_target_token
+    )
     towers = RunCosts.of(
         run_config(gradient_checkpointing=False, vit_gradient_checkpointing=True, freeze_vit=False), _vision_config()
     )
-    assert towers.hardware.per_token == towers.model.per_token
-    assert towers.hardware.per_patch_square > towers.model.per_patch_square
+    assert towers.with_recomputation.per_token == towers.without_recomputation.per_token
+    assert towers.with_recomputation.per_patch_square > towers.without_recomputation.per_patch_square
 
 
 def test_a_number_of_layers_costs_its_share() -> None:
     """HFU counts the layers that recompute, and no others."""
     none, two, every = (
-        RunCosts.of(run_config(gradient_checkpointing=value, packing_length=256), MODEL).hardware
+        RunCosts.of(run_config(gradient_checkpointing=value, packing_length=256), MODEL).with_recomputation
         for value in (False, 2, True)
     )
     for name in ("per_token", "per_square"):

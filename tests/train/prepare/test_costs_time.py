@@ -68,7 +68,7 @@ def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> No
     time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=MODEL_PRESETS["qwen2.5-0.5b"])
     plan, index, shares = planned_schedule(tiny, config)
     seconds = time.steps(config, plan, index, shares)
-    cost = RunCosts.of(config, time.model).hardware
+    cost = RunCosts.of(config, time.model).with_recomputation
     packs = np.add.reduceat(sample_costs(cost, index, index.target_tokens)[plan.packs.samples], plan.packs.offsets[:-1])
     slowest = plan.steps.rank_costs(packs).max(axis=1) / slow.peak
     # Few tokens at a time are slower than that: 300 of each micro-batch, and 512 queries of each sample.
@@ -115,7 +115,7 @@ def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
     model = ModelFiles.load(tiny.model).config
     time = dataclasses.replace(TIME, model=model, hardware=peak, weight_bytes=0, gradient_bytes=0, trained_bytes=0)
     config = run_config(sequence_parallel_size=4)
-    cost, seconds_by_shares, towers = RunCosts.of(config, model).hardware, [], []
+    cost, seconds_by_shares, towers = RunCosts.of(config, model).with_recomputation, [], []
     for num_images in (1, 4):
         column = {name: np.zeros(1, np.int32) for name in ("num_videos", "num_audios", "audio_tokens", "channel")}
         column |= {"length": np.array([200]), "target_tokens": np.array([10]), "media_tokens": np.array([160])}

@@ -22,7 +22,7 @@ from tests.train.tiny import TinyWorld
 
 def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
     """Samples of each micro-batch of each data-parallel rank of the first epoch, and their places."""
-    plan, micro_batch_samples = run.timeline.first, []
+    plan, micro_batch_samples = run.timeline.first_plan, []
     for step in range(plan.steps.num_steps):
         for rank in range(plan.steps.world_size):
             for micro_batch in range(plan.steps.num_micro_batches(step)):
@@ -70,7 +70,7 @@ def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     """Tokens from the root to the end of each node, at most, of every pack as it is collated."""
     world = make_alike_world(tiny, tmp_path / "alike")
     run = Run.of(world.config(tmp_path / "out"), World())
-    packs = run.timeline.first.packs
+    packs = run.timeline.first_plan.packs
     assert packs.shared_tokens is not None
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     max_keys, num_keys = max_keys_per_pack(packs), []

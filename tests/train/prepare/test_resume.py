@@ -20,6 +20,7 @@ from packtool.errors import MismatchError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger, concatenate_counts
 from packtool.planning.options import PlanOptions
 from packtool.train.prepare import resume
+from packtool.train.prepare.checkpoint import Assignment
 from packtool.train.prepare.history import begin_ledger, ledger_after, read_ledger, write_ledger
 from packtool.train.prepare.inputs import EpochToResume, Inputs
 from packtool.train.prepare.resume import change_lines, with_changed_data
@@ -74,8 +75,8 @@ def trained_counts_of(caches: Caches, timeline: Timeline, steps: range) -> Count
     """What the ranks see, counted one by one."""
     sample_counts: Counter[tuple[int, int]] = Counter()
     for step in steps:
-        stretch = timeline.stretch(step)
-        plan, step_index = stretch.plan, step - stretch.first
+        span = timeline.span_at(step)
+        plan, step_index = span.plan, step - span.first_step
         for rank in range(plan.steps.world_size):
             for micro_batch in range(plan.steps.num_micro_batches(step_index)):
                 sample_counts.update(
@@ -106,7 +107,7 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
             ledger, changes = with_changed_data(ledger, reader, to_resume, "")
             num_left = sum(source.left for source in changes)
             assert num_left == sum(1 for sample in caches.samples if not trained_counts[sample])
-        timeline = Timeline.of(inputs, ((step, world_size, 1, 1),), ledger.change)
+        timeline = Timeline.of(inputs, (Assignment(step, world_size, 1, 1),), ledger.change)
         ends = next(at for at in range(step, step + 99) if timeline.locate(at)[0] == 1)
         stop = min(step + num_steps, ends - 1)  # within the epoch
         if stop > step:
@@ -126,7 +127,7 @@ def test_the_change_of_each_cache_is_described() -> None:
     before = Caches([(0, (0, 1, 2)), (1, (0, 1)), (2, (5,))])
     after: Any = Caches([(0, (0, 1, 2)), (1, (1, 2, 3)), (3, (9,))])
     reader: Any = before
-    timeline = Timeline.of(before.inputs(), ((0, 1, 1, 1),))
+    timeline = Timeline.of(before.inputs(), (Assignment(0, 1, 1, 1),))
     ledger = ledger_after(begin_ledger(reader), timeline, timeline.steps_per_epoch - 1)
     trained_samples = {
         sample
@@ -197,6 +198,21 @@ def test_a_ledger_survives_writing_and_is_small(tmp_path: Path) -> None:
     (tmp_path / "packtool_ledger.npz").write_bytes(b"something else")
     with pytest.raises(MismatchError, match="cannot be read"):
         read_ledger(str(tmp_path))
+
+
+@pytest.mark.parametrize("field", [6, 8, 10], ids=("version", "flags", "compression"))
+def test_archives_with_damaged_headers_are_refused(field: int, tmp_path: Path) -> None:
+    """A changed byte in the zip directory of a ledger, or of the rows of a cache."""
+    write_ledger(str(tmp_path), Ledger(step=7, epoch=3, sources=(SourceLedger.begin("/a", "f", 200),)))
+    Origins(("a.jsonl",), ("digest",), np.zeros(3, np.int64), np.arange(3), None).write(str(tmp_path / "rows.npz"))
+    for name in ("packtool_ledger.npz", "rows.npz"):
+        content = bytearray((tmp_path / name).read_bytes())
+        content[content.index(b"PK\x01\x02") + field] ^= 0x61
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(MismatchError, match=r"packtool_ledger\.npz cannot be read"):
+        read_ledger(str(tmp_path))
+    with pytest.raises(MismatchError, match=r"rows\.npz cannot be read"):
+        Origins.read(str(tmp_path / "rows.npz"))
 
 
 @settings(max_examples=60, deadline=None)

@@ -34,7 +34,7 @@ from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview
 from packtool.train.prepare.run import Run
-from packtool.train.prepare.shared_prefixes import find_shared
+from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from scripts._flop_counter import flop_counter
 from tests.train.alike import NUM_TREES, QUESTIONS, alike_rows, make_alike_world
 from tests.train.tiny import TinyWorld, export_rows
@@ -54,19 +54,19 @@ def test_auto_shares_if_it_saves_enough(alike_world: TinyWorld, tiny: TinyWorld,
     assert run.source.min_shared == MIN_SHARED
     assert run.state.shares_prefixes
     assert unshared.source.min_shared is None
-    assert unshared.timeline.first.packs.shared_tokens is None
-    assert run.timeline.first.summary.num_samples == unshared.timeline.first.summary.num_samples
-    assert run.timeline.first.summary.num_target_tokens == unshared.timeline.first.summary.num_target_tokens
-    assert run.timeline.first.summary.longest == unshared.timeline.first.summary.longest
+    assert unshared.timeline.first_plan.packs.shared_tokens is None
+    assert run.timeline.first_plan.summary.num_samples == unshared.timeline.first_plan.summary.num_samples
+    assert run.timeline.first_plan.summary.num_target_tokens == unshared.timeline.first_plan.summary.num_target_tokens
+    assert run.timeline.first_plan.summary.longest == unshared.timeline.first_plan.summary.longest
     assert run.timeline.num_steps < unshared.timeline.num_steps
     (line,) = [line for line in run.source.lines(run.config) if line.startswith("shared prefixes: computed once")]
     saved, num_unshared = re.search(r"saves ([\d,]+) of ([\d,]+) tokens", line).groups()  # type: ignore[union-attr]
-    assert int(num_unshared.replace(",", "")) == unshared.timeline.first.summary.num_tokens
-    saved_tokens = unshared.timeline.first.summary.num_tokens - run.timeline.first.summary.num_tokens
+    assert int(num_unshared.replace(",", "")) == unshared.timeline.first_plan.summary.num_tokens
+    saved_tokens = unshared.timeline.first_plan.summary.num_tokens - run.timeline.first_plan.summary.num_tokens
     assert int(saved.replace(",", "")) == saved_tokens
     assert "80% of the towers' work" in line
-    steps = unshared.timeline.first.summary.num_steps
-    assert f" {steps - run.timeline.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
+    steps = unshared.timeline.first_plan.summary.num_steps
+    assert f" {steps - run.timeline.first_plan.summary.num_steps} of {steps} optimizer steps of an epoch" in line
     assert preview(plan_config(alike_world)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
@@ -91,8 +91,8 @@ def test_copies_of_an_image_are_shared(alike_world: TinyWorld, tmp_path: Path) -
     world = dataclasses.replace(alike_world, rows=str(file), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=160, split_dataset_ratio=0.0)
     run, expected = prepared(world, tmp_path), prepared(alike_world, tmp_path)
-    packs = run.timeline.first.packs
-    assert packs.fingerprint == expected.timeline.first.packs.fingerprint
+    packs = run.timeline.first_plan.packs
+    assert packs.fingerprint == expected.timeline.first_plan.packs.fingerprint
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     for index, tokens in enumerate(packs.tokens_per_pack().tolist()):
         batch = collate_tree([run.source.reader.sample(int(at)) for at in packs.pack(index)], spec)
@@ -113,7 +113,7 @@ def test_added_tokens_and_costs_are_counted(alike_world: TinyWorld, tmp_path: Pa
     assert run.source.figures.flops is not None
     assert unshared.source.figures.flops is not None
     assert (run.source.figures.flops <= unshared.source.figures.flops).all()
-    costs = run.timeline.first.summary.balance
+    costs = run.timeline.first_plan.summary.balance
     assert costs is not None
     assert run.source.figures.flops.sum() == pytest.approx(costs.flops)
 
@@ -147,7 +147,7 @@ def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike_world: TinyWorld
     with flop_counter() as counter:
         target_losses(model, batch, label_logits_only=True).weighted_sum().backward()
     # torch counts all keys for every query; what is causal sees no more than half of its own document.
-    cost = RunCosts.of(run.config, run.source.files.config).model
+    cost = RunCosts.of(run.config, run.source.files.config).without_recomputation
     token_counts, keys = np.array(batch.lengths), np.array(batch.key_lengths)
     unseen = cost.per_square * float((2 * token_counts * keys - (keys**2 - (keys - token_counts) ** 2)).sum())
     assert run.source.figures.flops[shared_positions].sum() == pytest.approx(
@@ -212,13 +212,13 @@ def test_a_model_with_recurrent_layers(alike_world: TinyWorld, tmp_path: Path) -
     run = prepared(alike_world, tmp_path)
     model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
     config = alike_world.config(tmp_path)
-    shared, note = find_shared(config, model, run.source.reader, capacity=256)
+    shared, note = find_shared_prefixes(config, model, run.source.reader, capacity=256)
     assert shared is None
     assert note is not None
     assert "recurrent layers" in note
     shared_config = alike_world.config(tmp_path, share_prefix="true")
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        find_shared(shared_config, model, run.source.reader, capacity=256)
+        find_shared_prefixes(shared_config, model, run.source.reader, capacity=256)
 
 
 def test_a_cache_of_an_older_packtool(alike_world: TinyWorld, tmp_path: Path) -> None:
@@ -276,8 +276,8 @@ def test_a_saved_plan_decides_whether_prefixes_are_shared(alike_world: TinyWorld
     assert saved.shared_tokens is not None
     assert saved.format == "packtool plan 2"
     direct, run = prepared(alike_world, tmp_path), prepared(alike_world, tmp_path, plan=path, packing_length=None)
-    assert run.timeline.first.packs.fingerprint == direct.timeline.first.packs.fingerprint
-    assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint
+    assert run.timeline.first_plan.packs.fingerprint == direct.timeline.first_plan.packs.fingerprint
+    assert run.timeline.first_plan.fingerprint == direct.timeline.first_plan.fingerprint
     assert run.state == direct.state
     assert (run.source.figures.media_tokens == direct.source.figures.media_tokens).all()
     assert run.source.figures.flops == pytest.approx(direct.source.figures.flops)
@@ -309,7 +309,9 @@ def test_trees_split_over_packs_are_placed_and_reported(alike_world: TinyWorld, 
         direct = prepared(alike_world, tmp_path, **plan_options)
         # What a plan was made with is not asked for again.
         run = prepared(alike_world, tmp_path, plan=path, gradient_accumulation_steps=4, packing_length=None)
-        assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint == schedule.plan.fingerprint
+        assert (
+            run.timeline.first_plan.fingerprint == direct.timeline.first_plan.fingerprint == schedule.plan.fingerprint
+        )
 
 
 def test_a_plan_without_split_trees_reports_none(alike_world: TinyWorld, tmp_path: Path) -> None:
@@ -402,4 +404,4 @@ def test_values_of_share_prefix(alike_world: TinyWorld) -> None:
 def test_older_exports_have_the_same_plans(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "again")
     run = prepared(tiny, tmp_path, cached_dataset=(str(tmp_path / "again"),))
-    assert run.timeline.first.packs.fingerprint == prepared(tiny, tmp_path).timeline.first.packs.fingerprint
+    assert run.timeline.first_plan.packs.fingerprint == prepared(tiny, tmp_path).timeline.first_plan.packs.fingerprint

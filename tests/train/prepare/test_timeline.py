@@ -19,7 +19,7 @@ from packtool.planning.cost import CostModel
 from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.train.loop.step_loader import StepLoader
-from packtool.train.prepare.checkpoint import BatchShape
+from packtool.train.prepare.checkpoint import Assignment, BatchShape
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.output_dir import ResumePoint
@@ -50,7 +50,7 @@ def make_timeline(
     lengths = np.array(LENGTHS, np.int32)
     inputs = Inputs(config=config, options=options, lengths=lengths, targets=TARGETS, reader=reader, files=files)
     accumulation = 1 if options.skrull else 2
-    return Timeline.of(inputs, [(step, ranks, accumulation, 1) for step, ranks in ((0, world_size), *later)])
+    return Timeline.of(inputs, [Assignment(step, ranks, accumulation, 1) for step, ranks in ((0, world_size), *later)])
 
 
 def load(timeline: Timeline, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
@@ -60,7 +60,7 @@ def load(timeline: Timeline, start: int, world: World | None = None) -> list[tup
     world = world or World()
     figures = SampleFigures(np.zeros_like(TARGETS), TARGETS, None)
     source = CachedSource(inputs=timeline.inputs, timeline=timeline, world=world, start=start, figures=figures)
-    resume_point = ResumePoint(before=before)
+    resume_point = ResumePoint(saved_state=before)
     run = Run(
         config=CONFIG, world=world, source=source, state=no_state, resume_point=resume_point, axes_by_size={1: Axes()}
     )
@@ -69,7 +69,7 @@ def load(timeline: Timeline, start: int, world: World | None = None) -> list[tup
     steps = []
     for step in loader:
         batches = list(step.micro_batches)
-        assert len(batches) == step.num_micro_batches
+        assert len(batches) == len(step.planned)
         steps.append((step.figures.target_tokens, [documents(batch) for batch in batches]))
     return steps
 
@@ -140,8 +140,8 @@ def packs_trained(timeline: Timeline, first_step: int, last: int) -> list[tuple[
     """(epoch, samples of a pack) of steps [first, last)."""
     packs = []
     for step in range(first_step, last):
-        stretch = timeline.stretch(step)
-        epoch, at, plan = stretch.epoch, step - stretch.first, stretch.plan
+        span = timeline.span_at(step)
+        epoch, at, plan = span.epoch, step - span.first_step, span.plan
         for rank in range(plan.steps.world_size):
             for micro in range(plan.steps.num_micro_batches(at)):
                 packs += [(epoch, tuple(pack.tolist())) for pack in plan.samples(at, rank, micro)]
@@ -189,7 +189,7 @@ def test_skrull_is_reassigned_in_complete_packs(step: int, packing: bool) -> Non
     done = packs_trained(uninterrupted, 0, step)
     resumed = make_timeline(2.0, later=[(step, 3)], options=options)
     num_left = uninterrupted.plan_of(0).full_packs.num_packs - step
-    assert resumed.stretch(step).stop - step == -(-num_left // 3)
+    assert resumed.span_at(step).stop_step - step == -(-num_left // 3)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
     third = make_timeline(2.0, later=[(step, 3), (step + 1, 2)], options=options)
     middle = packs_trained(resumed, step, step + 1)
@@ -223,7 +223,7 @@ def test_epochs_end_at_the_same_step_after_a_partial_epoch() -> None:
         epoch * uninterrupted.steps_per_epoch for epoch in (1, 2, 3)
     ]
     resumed = make_timeline(later=[(3, 2)])
-    first_stop = resumed.stretch(3).stop
+    first_stop = resumed.span_at(3).stop_step
     assert first_stop % resumed.steps_per_epoch
     ends = [step for step in range(4, resumed.num_steps + 1) if resumed.locate(step)[1] == 0]
     assert ends == [first_stop + epoch * resumed.steps_per_epoch for epoch in range(3)]
@@ -259,16 +259,16 @@ def test_packs_per_step_makes_steps_independent_of_ranks(
     def shape(num_ranks: int) -> BatchShape:
         return BatchShape.of(config, num_ranks)
 
-    one_rank = Timeline.of(inputs, ((0, *shape(1)),))
+    one_rank = Timeline.of(inputs, (Assignment(0, *shape(1)),))
     last = one_rank.num_steps - 1
     resumed_at = sorted(data.draw(st.lists(st.integers(0, last), max_size=len(rank_counts) - 1, unique=True)))
-    assignments = [(step, *shape(ranks)) for step, ranks in zip((0, *resumed_at), rank_counts, strict=False)]
+    assignments = [Assignment(step, *shape(ranks)) for step, ranks in zip((0, *resumed_at), rank_counts, strict=False)]
     timeline = Timeline.of(inputs, assignments)
     assert timeline.num_steps == one_rank.num_steps
     for step in range(one_rank.num_steps):
         samples, expected = (
-            np.sort(stretch.plan.samples_of(step - stretch.first, step - stretch.first + 1))
-            for stretch in (timeline.stretch(step), one_rank.stretch(step))
+            np.sort(span.plan.samples_of(step - span.first_step, step - span.first_step + 1))
+            for span in (timeline.span_at(step), one_rank.span_at(step))
         )
         assert samples.tolist() == expected.tolist()
         assert timeline.epochs(step) == pytest.approx(one_rank.epochs(step))

@@ -20,7 +20,7 @@ from packtool.planning.ledger import Ledger, concatenate_counts
 from packtool.planning.mixture import counts_of_samples
 from packtool.planning.options import PlanOptions
 from packtool.train.prepare.caches import _with_amounts
-from packtool.train.prepare.checkpoint import BatchShape
+from packtool.train.prepare.checkpoint import Assignment, BatchShape
 from packtool.train.prepare.history import begin_ledger, ledger_after
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.resume import with_changed_data
@@ -62,8 +62,8 @@ def samples_of(timeline: Timeline, start: int, stop: int) -> np.ndarray[Any, Any
     """What the steps train, one by one."""
     sample_ids = []
     for step in range(start, stop):
-        stretch = timeline.stretch(step)
-        sample_ids.append(stretch.plan.samples_of(step - stretch.first, step - stretch.first + 1))
+        span = timeline.span_at(step)
+        sample_ids.append(span.plan.samples_of(step - span.first_step, step - span.first_step + 1))
     return np.concatenate([np.zeros(0, np.int64), *sample_ids])
 
 
@@ -75,12 +75,12 @@ TWO = (
 
 def test_every_stage_has_its_shares_lengths_and_steps() -> None:
     cache_reader = reader(9000, 6000, 6000)
-    timeline = Timeline.of(inputs(cache_reader, recipe(*TWO), max_steps=700), ((0, 1, 1, 4),))
+    timeline = Timeline.of(inputs(cache_reader, recipe(*TWO), max_steps=700), (Assignment(0, 1, 1, 4),))
     assert timeline.num_steps == 700
-    assert [(part.first, part.stop) for part in timeline.stages] == [(0, 420), (420, 700)]
+    assert [(part.first_step, part.stop_step) for part in timeline.stages] == [(0, 420), (420, 700)]
     for part, shares in zip(timeline.stages, ([0.75, 0.25, 0], [0.25, 0.25, 0.5]), strict=True):
         room = part.inputs.options.packing_length
-        for first_step in range(part.first, part.stop - 99, 40):
+        for first_step in range(part.first_step, part.stop_step - 99, 40):
             sample_ids = samples_of(timeline, first_step, first_step + 100)
             counts = counts_of_samples(sample_ids, part.mixture)[:, 0]
             assert counts / counts.sum() == pytest.approx(shares, rel=0.1)
@@ -162,16 +162,16 @@ def test_stages_start_with_the_least_trained_samples(
     run: tuple[Any, Recipe, dict[str, Any]],
 ) -> None:
     cache_reader, recipe, length = run
-    timeline = Timeline.of(inputs(cache_reader, recipe, **length), ((0, 2, 1, 1),))
-    resumed = Timeline.of(inputs(cache_reader, recipe, **length), ((0, 2, 1, 1),))
+    timeline = Timeline.of(inputs(cache_reader, recipe, **length), (Assignment(0, 2, 1, 1),))
+    resumed = Timeline.of(inputs(cache_reader, recipe, **length), (Assignment(0, 2, 1, 1),))
     assert timeline.num_steps == resumed.num_steps == length.get("max_steps", timeline.num_steps)
     trained = np.zeros(len(cache_reader.index.length), np.int64)
     step = 0
     for stage_index, part in enumerate(timeline.stages):
-        assert (part.number, part.first) == (stage_index, step)
-        assert part.stop > step
+        assert (part.number, part.first_step) == (stage_index, step)
+        assert part.stop_step > step
         epoch, done = timeline.locate(step)
-        assert (epoch, done) == (part.epoch, 0)
+        assert (epoch, done) == (part.first_epoch, 0)
         num_trained = mixture_of(part, epoch)
         for source_candidates in part.mixture.candidates:
             # What comes more often than another sample of its source was trained no more often than that.
@@ -182,13 +182,13 @@ def test_stages_start_with_the_least_trained_samples(
                     <= trained[source_candidates][num_trained[source_candidates] == less].min()
                 ), order
         assert np.array_equal(
-            np.sort(samples_of(timeline, step, part.stop)), np.sort(samples_of(resumed, step, part.stop))
+            np.sort(samples_of(timeline, step, part.stop_step)), np.sort(samples_of(resumed, step, part.stop_step))
         )
-        counts = np.bincount(samples_of(timeline, step, part.stop), minlength=len(trained))
+        counts = np.bincount(samples_of(timeline, step, part.stop_step), minlength=len(trained))
         assert np.array_equal(counts, part.training_counts())
         assert timeline.target_tokens_from(step) >= int((counts * np.maximum(cache_reader.index.length // 2, 1)).sum())
         trained += counts
-        step = part.stop
+        step = part.stop_step
     assert step == timeline.num_steps
 
 
@@ -203,13 +203,13 @@ def test_a_run_with_stages_resumes_at_any_step(
     cache_reader, recipe, length = run
     run_inputs = inputs(cache_reader, recipe, **length)
     lengths = cache_reader.index.length
-    assignments: list[tuple[int, int, int, int]] = [(0, 2, 1, 1)]
+    assignments = [Assignment(0, 2, 1, 1)]
     timeline = Timeline.of(run_inputs, assignments)
     ledger, counted = begin_of(cache_reader), np.zeros(len(lengths), np.int64)
     for ahead, world_size in kills:
         stop = min(ledger.step + ahead, timeline.num_steps)
         if at_ends:
-            stop = timeline.stage(ledger.step).stop
+            stop = timeline.stage(ledger.step).stop_step
         counted += np.bincount(samples_of(timeline, ledger.step, stop), minlength=len(lengths))
         ledger = ledger_after(ledger, timeline, stop)
         assert ledger.stage == timeline.stage_of(stop)
@@ -217,7 +217,7 @@ def test_a_run_with_stages_resumes_at_any_step(
         if stop == timeline.num_steps:
             break
         if world_size != assignments[-1][1]:
-            assignments.append((stop, world_size, 1, 1))
+            assignments.append(Assignment(stop, world_size, 1, 1))
         timeline = Timeline.of(inputs(cache_reader, recipe, **length), assignments)
         if len(assignments) == 1:
             assert np.array_equal(samples_of(timeline, 0, stop), samples_of(before, 0, stop))
@@ -231,7 +231,7 @@ def test_a_run_with_stages_resumes_at_any_step(
         assert timeline.num_steps == 20
         return
     # Other processes pack nothing anew: what a stage has to train, it trains.
-    uninterrupted = Timeline.of(run_inputs, ((0, 1, 1, 1),))
+    uninterrupted = Timeline.of(run_inputs, (Assignment(0, 1, 1, 1),))
     assert np.array_equal(counted, sum(part.training_counts() for part in uninterrupted.stages))
 
 
@@ -243,8 +243,8 @@ def test_data_may_change_in_any_stage(
     """A cache comes, or other weights: of what was trained in the epoch nothing comes again in it."""
     cache_reader, recipe, length = run
     run_inputs = inputs(cache_reader, recipe, **length)
-    timeline = Timeline.of(run_inputs, ((0, 2, 1, 1),))
-    step = min(timeline.stage(step).stop if is_end else step, timeline.num_steps - 1)
+    timeline = Timeline.of(run_inputs, (Assignment(0, 2, 1, 1),))
+    step = min(timeline.stage(step).stop_step if is_end else step, timeline.num_steps - 1)
     ledger = ledger_after(begin_of(cache_reader), timeline, step)
     more = replace(
         recipe,
@@ -259,8 +259,8 @@ def test_data_may_change_in_any_stage(
     changed, _ = with_changed_data(ledger, cache_reader, to_resume, "")
     change = changed.change
     assert change is not None
-    after = Timeline.of(other, ((step, *batch_shape),), change)
-    assert after.stage_of(step)[0] == ledger.stage[0] or after.stage(step).first == step
+    after = Timeline.of(other, (Assignment(step, *batch_shape),), change)
+    assert after.stage_of(step)[0] == ledger.stage[0] or after.stage(step).first_step == step
     epoch = after.locate(step)[0]
     if epoch == ledger.epoch:
         trained = concatenate_counts([each.epoch for each in ledger.sources])
@@ -272,9 +272,9 @@ def test_data_may_change_in_any_stage(
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     remaining = samples_of(after, step, after.num_steps)
     later = ledger_after(changed, after, min(step + 3, after.num_steps))
-    resumed = Timeline.of(inputs(cache_reader, more, **length), ((step, *batch_shape),), later.change)
+    resumed = Timeline.of(inputs(cache_reader, more, **length), (Assignment(step, *batch_shape),), later.change)
     assert np.array_equal(samples_of(resumed, step, resumed.num_steps), remaining)
-    assert [part.stop for part in resumed.stages] == [part.stop for part in after.stages]
+    assert [part.stop_step for part in resumed.stages] == [part.stop_step for part in after.stages]
     if "max_steps" in length:
         assert after.num_steps == 20
 
