@@ -57,12 +57,7 @@ CHUNK = 1 << 18
 
 
 def seeded_order(
-    num: int,
-    *,
-    seed: int,
-    epoch: int,
-    stream: int,
-    descending_by: npt.NDArray[np.integer[Any]] | None = None,
+    num: int, *, seed: int, epoch: int, stream: int, descending_by: npt.NDArray[np.integer[Any]] | None = None
 ) -> npt.NDArray[np.int64]:
     """Order the numbers 0 to ``num`` - 1 at random; with ``descending_by``, by that value, and at random among equals.
 

@@ -141,11 +141,7 @@ class _Step:
                     candidates.append(short_local)
                     break
         fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))
-        return sorted(fastest, key=self._local_work, reverse=True)
-
-    def _local_work(self, batch: PlacedMicroBatch) -> float:
-        """Sum the FLOPs of a micro-batch's sequences, each on one rank."""
-        return math.fsum(self.local_loads[i].flops for i in batch.samples)
+        return sorted(fastest, key=lambda batch: -math.fsum(self.local_loads[i].flops for i in batch.samples))
 
     def _fewest_micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
@@ -229,7 +225,7 @@ class _Step:
         for num_sharded in range(len(longest_first) + 1):
             if num_sharded:
                 sequence = longest_first[num_sharded - 1]
-                free_units -= self.padded_sizes[sequence]
+                free_units -= self.padded_sizes[sequence]  # an N-th of the tokens
                 sharded = sharded.plus(self.sharded_loads[sequence])
                 sharded_tokens += self.padded_sizes[sequence]
                 local = local.minus(self.local_loads[sequence])
@@ -323,7 +319,7 @@ class _PartialPlacement:
         placement = self.placement.copy()
         min_seconds = self.seconds()
         newly_sharded: list[int] = []
-        num_in_best = 0  # the fastest placement shards as many of ``newly_sharded``
+        num_in_best = 0  # of these, the first that the fastest placement shards
         while step.group_size > 1 and len(newly_sharded) < num_in_best + step.group_size:
             busiest_rank = self.loads.index(max(self.loads))
             if not self.local[busiest_rank]:

@@ -323,7 +323,10 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
 
 
 def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
-    """Assign packs as ``assign_evenly`` does, all steps at once; ``costs`` are (steps, packs of a step)."""
+    """Assign packs to ranks, equally many to each, all steps at once; ``costs`` are (steps, packs of a step).
+
+    Returns the columns of ``costs`` of each step and rank, the heaviest first: (steps, ranks, packs of a rank).
+    """
     num_steps, num_packs = costs.shape
     packs_per_rank = num_packs // num_ranks
     rank_packs = np.empty((num_steps, num_ranks, packs_per_rank), dtype=np.int64)
@@ -331,10 +334,10 @@ def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     steps = np.arange(num_steps)[:, None]
     # In each round every rank gets one of the heaviest packs left: the rank with the least work gets the heaviest.
     heaviest_first = np.argsort(-costs, axis=1, kind="stable").reshape(num_steps, packs_per_rank, num_ranks)
-    for number in range(packs_per_rank):
-        packs = heaviest_first[:, number]  # (steps, ranks)
+    for round_index in range(packs_per_rank):
+        packs = heaviest_first[:, round_index]  # (steps, ranks)
         lightest_ranks_first = np.argsort(rank_work, axis=1, kind="stable")
-        rank_packs[steps, lightest_ranks_first, number] = packs
+        rank_packs[steps, lightest_ranks_first, round_index] = packs
         rank_work[steps, lightest_ranks_first] += costs[steps, packs]
     if packs_per_rank <= 1 or num_ranks == 1:
         return rank_packs
@@ -350,14 +353,14 @@ def _even_out_by_swaps(costs: Costs, rank_packs: Int64Array) -> None:
     Changes ``rank_packs`` and their ``costs``, (steps, ranks, packs of a rank), in place.
     """
     packs_per_rank = rank_packs.shape[2]
-    steps = np.arange(len(rank_packs))  # the u steps that swaps still make more even
+    steps = np.arange(len(rank_packs))  # those that swaps still make more even, (u,)
     for _ in range(_MAX_SWAPS):
         loads = costs[steps].sum(axis=2)
         heavy_rank, light_rank = loads.argmax(axis=1), loads.argmin(axis=1)  # (u,)
         gap = loads.max(axis=1) - loads.min(axis=1)
         gaps_after = _gaps_after_swap(costs[steps, heavy_rank], costs[steps, light_rank], gap)
         best_pair = gaps_after.argmin(axis=1)  # heavy pack * packs_per_rank + light pack
-        is_better = gaps_after.min(axis=1) < gap * (1 - 1e-9)
+        is_better = gaps_after.min(axis=1) < gap * (1 - 1e-9)  # by more than rounding errors
         if not is_better.any():
             return
         steps = steps[is_better]

@@ -192,7 +192,7 @@ def device_costs(
     size = sequence_parallel_size
     num_rank_steps = steps.num_steps * steps.world_size
     # In the order of ``steps.order``, (N,):
-    rank_step = steps.rank_step_of_micro_batch[steps.micro_batch_of]
+    rank_step = steps.rank_step_of_micro_batch[steps.micro_batch_of]  # one rank in one step: step * ranks + rank
     sample_flops = flops[steps.order]
     is_sharded = placement == SHARDED
     is_local = ~is_sharded

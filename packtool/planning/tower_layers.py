@@ -318,7 +318,7 @@ def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
     channels = int(audio.get("downsample_hidden_size") or 0)
     is_qwen3 = channels > 0
     # In Qwen2.5-Omni, four frames make two positions of the tower, which are averaged to one token.
-    num_frames, num_positions = 4.0, 1.0 if is_qwen3 else 2.0
+    num_frames, num_positions = 4.0, 1.0 if is_qwen3 else 2.0  # of a token
     module = partial(new_module, "model.audio_tower.", part="vision tower", uses_per_unit=num_positions, has_bias=True)
     if is_qwen3:
         yield from _qwen3_convolutions(module, mel_bins, channels, hidden)

@@ -1,8 +1,7 @@
 """Work of the towers: assignment of images, videos and sounds to the ranks that share a sequence.
 
-Ranks wait for each other after their towers, where features are exchanged, so tower work is balanced by itself.
-
-An image is computed by one rank, so ranks have unequal shares of a pack. The index of a cache has the number of images
+Ranks wait for each other after their towers, where features are exchanged, so tower work is balanced by itself. An
+image is computed by one rank, so ranks have unequal shares of a pack. The index of a cache has the number of images
 of a sample, their total tokens, and the squares of their patches, but not the size of each; of sounds it has the
 number, except for tracks of videos, and their total tokens.
 """
@@ -87,10 +86,10 @@ def _assign_media(
 
 
 def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
-    """Sum the FLOPs of the images of sharded samples by rank-step and device: (steps * data-parallel ranks, devices).
+    """Sum the FLOPs of the images of sharded samples on each device, (steps * data-parallel ranks, devices).
 
     A rank has ``sequence_parallel_size`` devices. In each micro-batch, these images go to the devices with the least
-    tower work, in which local samples count. Images of a sample are assumed to be equal: their sizes are unknown here.
+    tower work, that of local samples included. Images of a sample are taken as equal: their sizes are unknown here.
     ``steps`` and ``placement``, (N,), are of single samples, as in ``device_costs``; ``work`` is by sample.
     """
     flops = work.flops[steps.order]
@@ -129,13 +128,7 @@ class Media:
 
     @classmethod
     def of_samples(
-        cls,
-        tokens: IntArray,
-        squares: IntArray,
-        num_images: IntArray,
-        num_videos: IntArray,
-        *,
-        patches_per_token: int,
+        cls, tokens: IntArray, squares: IntArray, num_images: IntArray, num_videos: IntArray, *, patches_per_token: int
     ) -> Media:
         """Estimate single images and videos: one of each sample is the largest, the others are equal.
 

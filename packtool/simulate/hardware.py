@@ -126,9 +126,7 @@ _PRESET_OF_DEVICE = {word: preset for word, _, preset in _table("device") if pre
 _PRESET_COLUMNS = ("memory_gb", "hbm_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s", "attention_share")
 HARDWARE_PRESETS = {
     preset: Hardware(
-        name=name,
-        peak_tflops=PEAK_TFLOPS[device],
-        **dict(zip(_PRESET_COLUMNS, map(load_json, numbers), strict=True)),
+        name=name, peak_tflops=PEAK_TFLOPS[device], **dict(zip(_PRESET_COLUMNS, map(load_json, numbers), strict=True))
     )
     for preset, device, name, *numbers in _table("preset")
 }

@@ -265,9 +265,9 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory by the formulas above, for each of R rows: one device's part of a micro-batch.
+        """Compute times and memory by the formulas in the module's docstring, for each of R rows.
 
-        ``targets``, (K,), are the labels of each sequence.
+        A row is one device's part of a micro-batch. ``targets``, (K,), are the labels of each sequence.
         """
         tokens, devices_of_row = schedule.tokens, schedule.row_num_devices
         devices_of_sequence = schedule.micro_batch_num_devices[schedule.micro_batch_of]
@@ -289,8 +289,9 @@ class Machine:
         sharded_linear = linear_per_token * sharded_tokens / devices_of_row
         sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / devices_of_row
         exposed = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
-        # The CPU launches kernels, and ZeRO-3 gathers weights, while a device computes.
-        seconds = np.maximum(local + sharded + exposed, max(self.launch_seconds, self.gather_seconds))
+        # While a device computes, the CPU launches kernels, and ZeRO-3 gathers weights; a row takes at least as long.
+        min_seconds = max(self.launch_seconds, self.gather_seconds)
+        seconds = np.maximum(local + sharded + exposed, min_seconds)
         gathered_bytes = np.where(devices_of_row > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED_COPIES, 0.0)
         return Timing(
             schedule=schedule,
@@ -311,11 +312,7 @@ class Machine:
         return np.asarray(cost.window_squares(tokens) * (cost.per_window / speed))
 
     def _exposed_seconds(
-        self,
-        schedule: SimulatedSchedule,
-        sharded_tokens: Seconds,
-        local_attention: Seconds,
-        sharded_attention: Seconds,
+        self, schedule: SimulatedSchedule, sharded_tokens: Seconds, local_attention: Seconds, sharded_attention: Seconds
     ) -> Seconds:
         """Compute the seconds (R,) of exchanges that attention does not hide; each argument is of rows, (R,)."""
         exposed = np.zeros(len(sharded_tokens))

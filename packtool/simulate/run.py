@@ -354,7 +354,7 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
 def _lengths_and_targets(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
 ) -> tuple[IntArray, IntArray, str]:
-    """Return the tokens of each sample, those with a label, and ``Simulation.source``."""
+    """Return each sample's number of tokens and of labels, without a cache the same; and where they are from."""
     if reader is not None:
         return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
     if config.lengths is not None:
