@@ -89,7 +89,7 @@ class BoxWriter:
         """Write a sample's boxes and names into its texts, or return the reason why the sample is dropped.
 
         The texts' control tokens of boxes and names stay control tokens if together they form complete boxes and names;
-        otherwise they become plain text, as in rows without pictures.
+        otherwise, and in rows with neither ``objects`` nor pictures, they are plain text.
         """
         if sample.objects is None and not self._may_have_boxes(sample):
             return sample

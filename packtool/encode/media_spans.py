@@ -158,9 +158,11 @@ def join_tokens(
     spans = []
     for medium in expanded.media_ranges:
         first, last = medium.begin.chunk_index, medium.end.chunk_index
-        offset = _begin_offset(expanded.chunks[first], medium.begin, ids_by_chunk[first], encode_text)
+        begin_offset = _begin_offset(expanded.chunks[first], medium.begin, ids_by_chunk[first], encode_text)
         end_offset = _end_offset(expanded.chunks[last], medium.end, ids_by_chunk[last], encode_text)
-        spans.append(Span(medium.kind, medium.number, text_starts[first] + offset, text_starts[last] + end_offset))
+        spans.append(
+            Span(medium.kind, medium.number, text_starts[first] + begin_offset, text_starts[last] + end_offset)
+        )
     return JoinedTokens(ids, text_starts, spans)
 
 
