@@ -171,8 +171,8 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
 def _pack_in_batches(job: _Job) -> PackPlan:
     """Pack batches of samples with ``binpacking.to_constant_volume``.
 
-    The last pack of a batch, if not full, is packed again with the next batch of the same chain. A chain has
-    ``BATCHES_PER_CHAIN`` batches, with any number of processes, so this number does not change the packs.
+    Samples are divided into chains of ``BATCHES_PER_CHAIN`` batches, which any number of processes pack separately. In
+    a chain, the last pack of a batch, if not full, is packed again with the next batch.
     """
     num_samples, options = len(job.lengths), job.options
     order = np.arange(num_samples, dtype=np.int64)
@@ -285,7 +285,7 @@ def place_sequential(
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
     The next sample of a pack is the one that, alone or with a second one, leaves the fewest tokens free (as in exact
-    fit: Gupta and Ho 1999). With ``look_ahead`` 0 this is next fit. No sample overtakes more than ``look_ahead`` ones.
+    fit: Gupta and Ho 1999). With ``look_ahead`` 0 this is next fit. At most ``look_ahead`` earlier samples are overtaken.
 
     ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
     samples in pack order, int64 (N,), and the number of samples in each pack, (K,).

@@ -132,8 +132,8 @@ def plan_trees(
 ) -> PrefixTrees:
     """Build prefix trees, and split those that do not fit into a pack: a pure function, the same on every machine.
 
-    Each group of a split tree computes its prefix again. Trees are split in depth-first order. If tokens are the only
-    limit, wide trees are split where their branches fit best.
+    A group is a tree or a part of one, and computes its prefix once. Trees are split in depth-first order. If tokens
+    are the only limit, wide trees are split where their branches fit best.
 
     Args:
         lengths: (N,), tokens of each sample.

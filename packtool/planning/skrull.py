@@ -46,10 +46,10 @@ class PlacedMicroBatch(NamedTuple):
 
 
 def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
-    """Assign single samples, not packs, to steps, ranks and micro-batches; ``packs`` only tell the samples of a step.
+    """Assign each sample of ``packs`` to a rank and micro-batch; a step has the samples of its packs.
 
     Samples are local to one of the devices that share a micro-batch, or sharded. The ranks of a step have equally many
-    micro-batches: empty ones are added at the end of each rank. ``flops``, (S,), are by ``packs.samples``.
+    micro-batches: empty ones are added at the end of each rank. ``flops``, (S,), are of ``packs.samples``.
     """
     assert options.skrull is not None
     options.skrull.check(packs.lengths)

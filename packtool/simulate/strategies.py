@@ -123,7 +123,7 @@ def _place_on_levels(
         at_level = np.flatnonzero(levels == level)
         slowest_first = at_level[np.argsort(-seconds[level, at_level], kind="stable")]
         for sample in slowest_first.tolist():
-            # Larger groups contain all of a smaller one, whose devices have equal work so far: that of the first.
+            # All devices of a group have the work of its first so far, as larger groups contain all of them.
             group = int(device_seconds[::size].argmin())
             samples_of_group[group].append(sample)
             device_seconds[group * size : (group + 1) * size] += seconds[level, sample]
