@@ -285,7 +285,7 @@ def place_sequential(
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
     The next sample of a pack is the one that, alone or with a second one, leaves the fewest tokens free (as in exact
-    fit: Gupta and Ho 1999). With ``look_ahead`` 0 this is next fit. At most ``look_ahead`` earlier samples are overtaken.
+    fit: Gupta and Ho 1999). With ``look_ahead`` 0 this is next fit. It overtakes at most ``look_ahead`` samples.
 
     ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
     samples in pack order, int64 (N,), and the number of samples in each pack, (K,).

@@ -387,7 +387,7 @@ def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> 
     All samples of the tree share the trunk; a branch is consecutive samples that share more than the trunk. Each pack
     computes the trunk once. ``lengths``, (n,), are of the samples in the order of the tree; there are two or more.
     """
-    # The first sample of a branch shares only the trunk with the sample before it.
+    # The trunk is the shortest prefix that a sample, other than the first, shares with the sample before it.
     fork = 1 + int(tree.shared_tokens[1:].argmin())
     trunk_tokens, trunk_prefix = int(tree.shared_tokens[fork]), int(tree.shared_prefixes[fork])
     branch_starts = np.flatnonzero(tree.shared_tokens <= trunk_tokens)
@@ -399,7 +399,7 @@ def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> 
     branch_order, pack_starts = packs
     positions, branch_offsets = gather_groups(np.append(branch_starts, len(lengths)), branch_order)
     tree.reorder(positions)
-    # Branches share the trunk with the branch before them, and begin a pack without.
+    # A branch shares the trunk with the branch before it; the first of a pack shares nothing.
     new_branch_starts = branch_offsets[:-1]
     tree.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
     tree.set_shared(new_branch_starts[pack_starts], 0, NOTHING)

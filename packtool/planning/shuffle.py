@@ -78,7 +78,7 @@ def seeded_order(
         chunk = keys[start : start + CHUNK]  # a view: the keys of the chunk are computed in place
         stop = start + len(chunk)
         chunk[:] = bit_generator.random_raw(len(chunk))
-        # Clear the bits of the value above, and those of the number below the random bits.
+        # Keep random bits in the middle, with zeros for the value above and for the number below.
         chunk >>= number_bits + value_bits
         chunk <<= number_bits
         if descending_by is not None and value_bits:

@@ -120,9 +120,9 @@ class _Step:
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
-        """Divide a data-parallel rank's sequences into micro-batches, and place each sequence, in the fastest way.
+        """Divide a data-parallel rank's sequences into micro-batches, and place each, in the fastest of several ways.
 
-        Returns the micro-batch with the most work first.
+        The micro-batch with the most work comes first.
         """
         if not sequences:
             return []
