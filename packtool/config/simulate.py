@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 from packtool.config.conflicts import Settings
 from packtool.config.packing import SequenceParallelType
-from packtool.config.settings import Tokens, model_option, num_tokens, option, step_option
+from packtool.config.settings import RecomputedLayers, Tokens, model_option, num_tokens, option, step_option
 from packtool.errors import did_you_mean
 
 StrategyName = Literal[
@@ -59,7 +59,9 @@ class SimulateConfig(StrategyOptions):
     zero_stage: int = model_option(
         2, "Shard gradients and optimizer (ZeRO stage 2), or also weights (3).", minimum=2, maximum=3
     )
-    gradient_checkpointing: bool = model_option(False, "Recompute activations to save memory.")
+    gradient_checkpointing: RecomputedLayers = model_option(
+        False, "Recompute activations of all layers (true), or of as many as necessary (auto)."
+    )
 
     sequence_parallel_size: int = step_option(8, "Split sequences over groups of N GPUs.", minimum=1)
     sequence_parallel_type: SequenceParallelType = step_option("auto", "Exchange attention data by this method.")
@@ -82,6 +84,8 @@ class SimulateConfig(StrategyOptions):
             group_size = f"--sequence-parallel-size {self.sequence_parallel_size}"
             problem = f"--world-size {self.world_size} is not a multiple of {group_size}"
             problems.append(f"{problem}: some GPUs would not be used")
+        if type(self.gradient_checkpointing) is int:
+            problems.append("--gradient-checkpointing: simulate knows true, false and auto, not a number of layers")
         problems += self._bucket_problems()
         known = f"known are {', '.join(STRATEGIES)}"
         unknown = [name for name in self.strategies if name not in STRATEGIES]

@@ -83,6 +83,9 @@ def _warnings(simulation: Simulation) -> list[str]:
     warnings = []
     if any(outcome.out_of_memory.any() for outcome in simulation.outcomes):
         warnings.append("*: times ignore that some steps run out of memory; column 'out of memory' counts these steps.")
+    if simulation.options.machine.recompute == "auto":
+        shares = ", ".join(f"{outcome.title} {outcome.recomputed_layers:.0%}" for outcome in simulation.outcomes)
+        warnings.append(f"layers that recompute their activations: {shares}.")
     if num_left_out := simulation.num_left_out:
         counts = f"{num_left_out:,} of {num_left_out + simulation.num_sequences:,} sequences"
         limit = f"{simulation.options.longest_trainable:,} tokens or --max-length"
@@ -135,9 +138,9 @@ def _memory_lines(simulation: Simulation) -> list[Line]:
     """Return the lines on the memory of a GPU and what fills it."""
     options = simulation.options
     machine = options.machine
-    activations = f"{machine.sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB per token"
+    activations = f"{machine.sizes.token_bytes(recompute=bool(machine.recompute)) / 1e6:.2f} MB per token"
     if machine.recompute:
-        activations += ", recomputed in backward"
+        activations += ", recomputed in backward" if machine.recompute is True else " or more, as fits into memory"
     usable = f"{machine.constants.usable_memory:.0%}"
     return [
         ("memory", f"{machine.hardware.memory_gb:g} GB, of which {usable} are usable"),

@@ -21,7 +21,7 @@ kernels.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -154,6 +154,7 @@ class Timing:
         exposed: (R,), seconds of exchanges that no attention hides.
         row_seconds: (R,), seconds until each rank is done.
         memory, tokens: (R,), bytes and tokens on each rank.
+        recomputed: (R,), share of the layers, 0 to 1, that recompute their activations.
         synchronisation: seconds of gradients and weights, once a step.
         is_lock_step: each device begins its next micro-batch together with all others.
     """
@@ -165,6 +166,7 @@ class Timing:
     row_seconds: Seconds
     memory: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.float64]
+    recomputed: npt.NDArray[np.float64]
     synchronisation: float
     is_lock_step: bool = False
 
@@ -252,15 +254,18 @@ def _sums(keys: Int64Array, values: npt.NDArray[Any], num: int) -> Seconds:
 class Machine:
     """A model on devices, by which schedules are timed.
 
-    Gradients and optimizer are sharded over ``world_size`` devices, with ``zero_stage`` 3 the weights, too. With
-    ``recompute``, activations are computed again in backward, which costs a third more and saves memory.
+    Gradients and optimizer are sharded over ``world_size`` devices, with ``zero_stage`` 3 the weights, too.
+
+    ``recompute``: all layers compute their activations again in backward, which costs a third more and saves memory.
+    With ``auto``, each micro-batch recomputes as few layers as its memory allows. Schedules are then planned with the
+    speed of no recomputation, and buckets with the memory of full recomputation.
     """
 
     sizes: ModelSizes
     hardware: Hardware
     world_size: int
     constants: Constants = Constants()
-    recompute: bool = False
+    recompute: bool | Literal["auto"] = False
     sequence_parallel_type: SequenceParallelType = "auto"
     zero_stage: int = 2
 
@@ -269,6 +274,8 @@ class Machine:
 
         A row is one device's part of a micro-batch. ``targets``, (K,), are the labels of each sequence.
         """
+        if self.recompute == "auto":
+            return self._time_with_necessary_layers(schedule, targets)
         tokens, devices_of_row = schedule.tokens, schedule.row_num_devices
         devices_of_sequence = schedule.micro_batch_num_devices[schedule.micro_batch_of]
         # Of each sequence, (K,):
@@ -299,11 +306,25 @@ class Machine:
             sharded=sharded,
             exposed=exposed,
             row_seconds=np.where(row_tokens > 0, seconds, 0.0),
-            memory=self.state_bytes + row_tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered_bytes,
+            memory=self.state_bytes
+            + row_tokens * self.sizes.token_bytes(recompute=bool(self.recompute))
+            + gathered_bytes,
             tokens=row_tokens,
+            recomputed=np.full(len(row_tokens), float(self.recompute)),
             synchronisation=self.synchronisation_seconds,
             is_lock_step=self.zero_stage == 3,
         )
+
+    def _time_with_necessary_layers(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
+        """Time each row between the times without and with recomputation, by the share of layers that recompute."""
+        without = replace(self, recompute=False).time(schedule, targets)
+        with_all = replace(self, recompute=True).time(schedule, targets)
+        saved_bytes = np.maximum(without.memory - with_all.memory, 1.0)
+        necessary = np.clip((without.memory - self.usable_bytes) / saved_bytes, 0.0, 1.0)
+        shares = np.ceil(necessary * self.sizes.num_layers) / self.sizes.num_layers
+        names = ("local", "sharded", "exposed", "row_seconds", "memory", "recomputed")
+        mixed = {name: (1 - shares) * getattr(without, name) + shares * getattr(with_all, name) for name in names}
+        return replace(without, **mixed)
 
     def _window_seconds(self, tokens: Int64Array) -> Seconds:
         """Compute the seconds (K,) of attention in sliding windows, which runs at the speed of matrix products."""
@@ -340,12 +361,12 @@ class Machine:
     @property
     def _linear_speed(self) -> float:
         """FLOP/s of matrix products, of one forward and backward pass."""
-        return self.hardware.peak * self.hardware.matmul_share / (4 / 3 if self.recompute else 1.0)
+        return self.hardware.peak * self.hardware.matmul_share / (4 / 3 if self.recompute is True else 1.0)
 
     @property
     def _attention_passes(self) -> float:
         """Attention in units of one forward and backward pass, the latter two and a half times the former."""
-        return 4.5 / 3.5 if self.recompute else 1.0
+        return 4.5 / 3.5 if self.recompute is True else 1.0
 
     def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
         """Compute the seconds of the matrix products on ``tokens``, with ``targets`` labels; of any shape."""
@@ -364,7 +385,8 @@ class Machine:
         """Convert links, speeds and launches to the model that Skrull plans with."""
         hardware, square, speed = self.hardware, self.sizes.cost.per_square, self._linear_speed
         slower = speed / (hardware.peak * hardware.attention_share / self._attention_passes)
-        exchanges = exchanges_of(self.sequence_parallel_type, self.sizes, hardware, num_ranks, recompute=self.recompute)
+        recompute = self.recompute is True
+        exchanges = exchanges_of(self.sequence_parallel_type, self.sizes, hardware, num_ranks, recompute=recompute)
         return StepTime(
             flops_per_second=speed,
             exchanges=exchanges,
@@ -379,7 +401,7 @@ class Machine:
     @property
     def launch_seconds(self) -> float:
         """Seconds that the CPU needs to launch a micro-batch, however small it is."""
-        constants, passes = self.constants, 4 / 3 if self.recompute else 1.0
+        constants, passes = self.constants, 4 / 3 if self.recompute is True else 1.0
         return self.sizes.num_layers * constants.kernels_per_layer * constants.launch_us * 1e-6 * passes
 
     @property
@@ -396,7 +418,7 @@ class Machine:
         """Compute the tokens that fit on a device besides gathered keys and values, in full thousands if any."""
         free = self.usable_bytes - self.state_bytes
         gathered = self.sizes.kv_bytes * _GATHERED_COPIES * sequence_parallel_size if sequence_parallel_size > 1 else 0
-        tokens = int(free // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
+        tokens = int(free // (self.sizes.token_bytes(recompute=bool(self.recompute)) + gathered))
         return tokens // 1000 * 1000 if tokens >= 1000 else tokens
 
 

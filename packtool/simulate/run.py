@@ -134,6 +134,11 @@ class Outcome:
         """Seconds of all steps divided by their true tokens."""
         return float(self.timing.step_seconds.sum()) / self.num_tokens
 
+    @property
+    def recomputed_layers(self) -> float:
+        """Mean share of the layers, 0 to 1, that recompute their activations, weighted by tokens."""
+        return float(np.average(self.timing.recomputed, weights=self.timing.tokens))
+
     def speedup_over(self, other: Outcome) -> float:
         """Divide the tokens per second by another outcome's."""
         return other.seconds_per_token / self.seconds_per_token
@@ -166,6 +171,7 @@ class Outcome:
             "padding_share": 1 - self.num_tokens / num_padded_tokens,
             "micro_batches": float(num_micro_batches.max(axis=1).mean()),
             "peak_memory_gb": float(timing.memory.max()) / 1e9,
+            "recomputed_layers": self.recomputed_layers,
             "most_tokens_on_a_device": int(np.ceil(timing.tokens.max())),  # shares may be fractions
             "out_of_memory_steps": int(self.out_of_memory.sum()),
         }

@@ -144,6 +144,29 @@ def test_a_gpu_is_never_faster_than_its_launches() -> None:
     assert timing.launching[0] == pytest.approx(result.launch_seconds - timing.local[0])
 
 
+def test_only_necessary_layers_recompute() -> None:
+    """Times and memory lie between those without and with recomputation; memory fits wherever it can."""
+    keeping = machine(1)
+    recomputing, planned = replace(keeping, recompute=True), replace(keeping, recompute="auto")
+    assert planned.largest_bucket(1) == recomputing.largest_bucket(1)
+    longest = keeping.largest_bucket(1)
+    num_layers = keeping.sizes.num_layers
+    last_share = 0.0
+    for tokens in (1000, longest, longest + 2000, 2 * longest, recomputing.largest_bucket(1)):
+        without, with_all, timing = (one_sequence(each, tokens) for each in (keeping, recomputing, planned))
+        (share,) = timing.recomputed
+        assert (share * num_layers).is_integer()
+        assert (share == 0) == (without.memory[0] <= keeping.usable_bytes)
+        assert share >= last_share
+        assert timing.memory[0] <= keeping.usable_bytes
+        one_layer_less = timing.memory + (without.memory - with_all.memory) / num_layers
+        assert share == 0 or one_layer_less[0] > keeping.usable_bytes
+        expected = without.step_seconds + share * (with_all.step_seconds - without.step_seconds)
+        assert timing.step_seconds == pytest.approx(expected)
+        last_share = share
+    assert 0.5 < last_share <= 1
+
+
 def test_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
     plain = machine(1)
     recomputing = replace(plain, recompute=True)
