@@ -41,7 +41,7 @@ _ATTENTION_BACKWARD = 2.5
 ALL_WEIGHTS = LearningOptions(train_type="full", freeze_vit=False, freeze_aligner=False)
 """Options that train every weight."""
 
-_BYTES = 2  # bfloat16
+_BYTES_PER_NUMBER = 2  # bfloat16
 # Adam in mixed precision: a master copy and two moments in 32 bits (Rajbhandari et al. 2020, "ZeRO", section 3.1).
 _OPTIMIZER_BYTES = 12
 
@@ -150,8 +150,8 @@ class CostModel:
     ) -> CostModel:
         """Compute costs from a ``config.json``; a KeyError if it has no hidden size or number of layers.
 
-        ``learning`` selects the trained weights. Where a part ``recomputes``, backward runs its forward pass again;
-        a number means that only so many of its first layers do.
+        ``learning`` selects the trained weights. ``recomputes_...``: backward runs the forward pass of that part again,
+        of all its layers or of a number of first ones.
         """
         layers = ModelLayers.of_config(config)
         flops = partial(_part_flops, trainable(layers, learning), learning.lora_rank)
@@ -235,6 +235,7 @@ def _part_flops(
         weights = training[module.name].weights
         num_passes = num_forward + (1.0 if needs_input_gradient else 0.0)
         num_weight_gradients = 1.0 if weights == "full" else 0.0
+        # A product is a multiply-add: two operations.
         per_unit += 2 * module.num_products * (num_passes + num_weight_gradients)
         if weights == "lora":
             per_unit += _adapter_flops(module, lora_rank, num_forward, num_passes)
@@ -279,7 +280,7 @@ class ModelSizes:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
         """Compute the sizes of a language model from its ``config.json``; a KeyError if it lacks widths."""
-        config = thinker_of(config)  # the text model of an Omni model
+        config = thinker_of(config)  # the trained part of an Omni model
         text = text_config_of(config)
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
         attention = attention_widths(text)
@@ -294,10 +295,10 @@ class ModelSizes:
             cost=CostModel.of_config(config),
             num_parameters=_num_parameters(config, text),
             num_layers=num_layers,
-            kept_bytes=_BYTES * kept,
-            input_bytes=_BYTES * hidden,
-            query_bytes=_BYTES * attention.queries,
-            kv_bytes=_BYTES * 2 * attention.keys,
+            kept_bytes=_BYTES_PER_NUMBER * kept,
+            input_bytes=_BYTES_PER_NUMBER * hidden,
+            query_bytes=_BYTES_PER_NUMBER * attention.queries,
+            kv_bytes=_BYTES_PER_NUMBER * 2 * attention.keys,
             num_heads=attention.num_heads,
             num_key_heads=attention.num_key_heads,
         )
@@ -313,7 +314,7 @@ class ModelSizes:
     def state_bytes(self, num_ranks: int, zero_stage: int = 2) -> float:
         """Return the bytes of weights, gradients and optimizer on one rank; ZeRO-3 also holds two gathered layers."""
         share = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
-        return self.num_parameters * (_BYTES * share + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
+        return self.num_parameters * (_BYTES_PER_NUMBER * share + (_BYTES_PER_NUMBER + _OPTIMIZER_BYTES) / num_ranks)
 
     def token_bytes(self, *, recompute: bool) -> float:
         """Return a token's bytes of activations in all layers: with recomputation all inputs, and one layer in full."""
@@ -324,7 +325,7 @@ class ModelSizes:
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights, or of their gradients, when they are communicated."""
-        return float(_BYTES * self.num_parameters)
+        return float(_BYTES_PER_NUMBER * self.num_parameters)
 
 
 def _num_parameters(config: Mapping[str, Any], text: Mapping[str, Any]) -> int:

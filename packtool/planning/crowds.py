@@ -69,13 +69,14 @@ class _Exchanges:
         """
         sources = self._slots.sources
         partner_slots = self._slots_of(partner)
-        # Half of the maximum leaves the partner far from crowded. The crowded pack itself has more, and is no partner.
+        # At most half of what makes a pack crowded: so the crowded pack is never its own partner.
         max_moved = self.max_counts[source] // 2 - self._count(partner_slots, source)
         if max_moved <= 0:
             return False
         crowd = self._longest_first(slot for slot in self._slots_of(crowded) if sources[slot] == source)
         others = self._longest_first(slot for slot in partner_slots if sources[slot] != source)
-        for returned in ([], *([slot] for slot in reversed(others))):
+        shortest_first = reversed(others)
+        for returned in ([], *([slot] for slot in shortest_first)):
             remaining = [slot for slot in partner_slots if slot not in returned]
             for moved in self._selections(crowd, remaining, max_moved):
                 new_crowded = [slot for slot in self._slots_of(crowded) if slot not in moved] + returned

@@ -221,7 +221,7 @@ def assign_packs(
     anew. So a resumed epoch gives its steps the same samples as an uninterrupted one.
 
     Arguments are as for ``plan_epoch``, and ``keeps_steps``: steps take the packs in their order, even if that trains
-    the parts of a tree in other steps than the options ask for.
+    the parts of a tree in other steps than ``trees`` asks for.
     """
     has_fixed_samples = options.samples_per_step is not None
     # Units are what is assigned to ranks: packs, or samples as packs of one.
@@ -237,7 +237,9 @@ def assign_packs(
     balance = skrull = None
     if costs_of is not None:
         balance = _balance_figures(packs, units, trained_packs, steps, target_tokens, costs_of, options, tree_parts)
-    if options.skrull is not None and placement is not None and unit_costs is not None:
+    if placement is not None:
+        assert options.skrull is not None
+        assert unit_costs is not None
         work = None if towers is None else towers.select(units.samples)
         skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
         fill = packs.num_tokens / max(skrull.num_tokens, 1)

@@ -37,12 +37,12 @@ _MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
 def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -> tuple[PackPlan, Int64Array]:
     """Pack the M slots of a mixture so that no source has its samples in few packs.
 
-    All budgets are kept, and every epoch has as many packs as the first. Cost: two to three times that of ``pack``, at
-    most nine times.
+    Short slots are joined with their neighbours, and these items are packed like samples. Of several ways to join, the
+    first that costs few packs is used. All budgets are kept, and every epoch has as many packs as the first. Cost: two
+    to three times that of ``pack``, at most nine times.
 
-    Returns packs of slots, and ``donor_of_slot``, int64 (M,): each slot gets the sample that was drawn for its donor.
-    Donors have the same source and length. They make samples meet others, though items have the same slots in every
-    epoch.
+    Returns packs of slots, and ``donor_of_slot``, int64 (M,): each slot gets the sample that was drawn for its donor, a
+    slot of the same source and length. So samples meet others, though items have the same slots in every epoch.
     """
     capacity = options.packing_length
 
@@ -235,11 +235,11 @@ def _excess_of_sources(packs: PackPlan, source_of: IntArray, amounts: IntArray) 
 
 
 def _halve_parts(parts: Int64Array, excess: Excess, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
-    """Halve each of P parts, (P, n), of which all windows have equally many; return int64 (2 P, n / 2).
+    """Halve each of P parts, (P, n) with an even n, of which all windows have equally many; return int64 (2 P, n / 2).
 
     A part lists its packs, similar ones next to each other: of two adjacent packs, one goes to each half. It is chosen
     so that the packs from the window's beginning to the middle of the part have little ``excess``, (K, S), of any
-    source. ``stream`` is that of the random numbers that choose between equals.
+    source. ``stream`` is that of the random numbers that decide ties.
     """
     num_parts, num_packs = parts.shape
     sums = _sums_up_to_middles(parts, excess, num_windows)
