@@ -193,14 +193,14 @@ class EvaluationBatch:
     Args:
         batch: packed, or padded with a single sample.
         spans: ``seqlens``, ``cu_seqlens`` and ``prompt_lengths`` for ``sample_scores``.
-        labels: shifted labels of samples that share prefixes, one after the other, int64 (1, T'); None if no prefix is
-            shared, because ``batch`` then has them.
+        tree_labels: of samples that share prefixes, their shifted labels one after the other, int64 (1, T'); None if no
+            prefix is shared.
         origins: of each sample.
     """
 
     batch: Batch
     spans: tuple[Tensor, Tensor, Tensor]
-    labels: Tensor | None
+    tree_labels: Tensor | None
     origins: tuple[SampleOrigin, ...]
 
 
@@ -244,12 +244,12 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         seqlens = torch.tensor([sample.length for sample in samples], dtype=torch.int64)
         cu_seqlens = torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64)
         prompt_lengths = torch.tensor([_prompt_length(sample) for sample in samples], dtype=torch.int64)
-        labels = None
+        tree_labels = None
         if isinstance(batch, TreeBatch):
-            shifted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
-            labels = torch.from_numpy(shifted).unsqueeze(0)
+            labels = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
+            tree_labels = torch.from_numpy(labels).unsqueeze(0)
         origins = tuple((sample.length, sample.source, sample.row, sample.part) for sample in samples)
-        return EvaluationBatch(batch, (seqlens, cu_seqlens, prompt_lengths), labels, origins)
+        return EvaluationBatch(batch, (seqlens, cu_seqlens, prompt_lengths), tree_labels, origins)
 
     def _collate(self, samples: Sequence[EncodedSample]) -> Batch:
         """Make one batch of samples with padding, in the form that this evaluation needs."""
@@ -366,24 +366,24 @@ def _number_sources(origins: Sequence[SampleOrigin]) -> tuple[Int64Array, tuple[
 def _score_batch(
     scorer: Scorer, parallel: SequenceParallel | None, device: torch.device, item: EvaluationBatch
 ) -> Tensor:
-    """Score the S samples of a micro-batch, float64 (S, 4); arguments as for ``_score_samples``."""
+    """Return the ``SCORES`` of the S samples of a micro-batch, float64 (S, 4).
+
+    The ranks of ``parallel``, which split the micro-batch, all get the scores of all samples.
+    """
     batch = item.batch.to(device)
-    labels = batch.labels[:1]  # (1, T), as losses and correct
-    losses, correct = scorer(batch)
-    if parallel is not None:
-        # Each rank has its tokens of the sequences; gather those of all ranks.
-        assert isinstance(batch, ShardedBatch), "collated with a split"
-        num_tokens = sum(batch.lengths)
-        labels, losses, correct = (
-            parallel.gather(row[0], batch.index, num_tokens)[None] for row in (labels, losses, correct)
-        )
-    if item.labels is not None:
-        # A target of a prefix need not be one in every sample that begins with it: they may train other turns.
-        assert isinstance(batch, TreeBatch), "only trees have separate labels"
-        labels = item.labels.to(device)
-        index = batch.sample_index()  # of the tokens of all samples, one sample after the other, in the tree
-        losses = losses[:, index].where(labels != IGNORE_INDEX, 0)
-        correct = correct[:, index]
+    labels = batch.labels[:1]
+    losses, correct = scorer(batch)  # (1, T), like ``labels``
+    if isinstance(batch, ShardedBatch) and parallel is not None:
+        # This rank has its own tokens of the sequence; get those of the other ranks, too.
+        gather = partial(parallel.gather, index=batch.index, num_tokens=sum(batch.lengths))
+        labels, losses, correct = gather(labels[0])[None], gather(losses[0])[None], gather(correct[0])[None]
+    if isinstance(batch, TreeBatch) and item.tree_labels is not None:
+        # Repeat the results of a shared prefix for each sample that begins with it. One of these samples may train a
+        # token that another does not, so losses count only where the sample itself has a label.
+        labels = item.tree_labels.to(device)
+        tree_positions = batch.sample_index()  # of each token of each sample, (T',)
+        losses = losses[:, tree_positions].where(labels != IGNORE_INDEX, 0)
+        correct = correct[:, tree_positions]
     seqlens, cu_seqlens, prompt_lengths = (tensor.to(device) for tensor in item.spans)
     return sample_scores(seqlens, cu_seqlens, prompt_lengths, labels, losses, correct)
 
@@ -391,23 +391,24 @@ def _score_batch(
 def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
     """Join the results of all ranks in the order of the samples in the caches."""
     sources = tuple(sorted({name for rank in ranks for name in rank.sources}))
-    # Results come rank by rank. ``argsort`` brings them into the order of the plan's batches, and ``inverse`` from that
-    # order into the order of the caches.
+    # Results come rank by rank: bring them into the order of the plan's batches, then into that of the caches.
     batch_positions = np.concatenate([plan.order_positions(number) for number in range(plan.num_ranks)])
-    order = np.argsort(batch_positions)[plan.batches.inverse]
-    scores = np.concatenate([rank.scores for rank in ranks])[order]  # (N, 4)
-    origins = np.concatenate([rank.origins for rank in ranks])[order]  # (N, 7)
+    in_batch_order = np.argsort(batch_positions)
+    order = in_batch_order[plan.batches.inverse]
+    scores = np.concatenate([rank.scores for rank in ranks])[order]  # (N, 4), columns as in ``SCORES``
+    origins = np.concatenate([rank.origins for rank in ranks])[order]  # (N, 7), columns as in ``RankScores``
     target_tokens, num_correct, first_wrong = scores[:, 1:].astype(np.int64).T
+    tokens, _, row, *parts = origins.T
     return Evaluation(
-        tokens=origins[:, 0],
+        tokens=tokens,
         target_tokens=target_tokens,
         loss_sum=scores[:, 0],
         num_correct=num_correct,
         first_wrong=first_wrong,
         source=np.concatenate([_renumber_sources(rank, sources) for rank in ranks])[order],
-        row=origins[:, 2],
-        parts=origins[:, 3:],
-        channel=reader.index.channel[: len(plan.lengths)].astype(np.int64),
+        row=row,
+        parts=np.stack(parts, axis=1),
+        channel=reader.index.channel[: len(order)].astype(np.int64),
         sources=sources,
         channels=reader.index.channels,
     )

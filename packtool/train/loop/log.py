@@ -75,7 +75,7 @@ class Meter:
         self._figures = StepFigures()
         self._num_steps = 0
         self._data_wait = self._log_wait = 0.0
-        self._num_computed, self._num_padding = 0, 0
+        self._num_computed_tokens, self._num_padding_tokens = 0, 0
         # Per micro-batch: the C channels of the columns, and the fields of ``_TargetSums``, (4, C).
         self._sums: list[tuple[tuple[str | None, ...], Tensor]] = []
         self._balances: list[Tensor] = []
@@ -120,11 +120,12 @@ class Meter:
         With ``by_channel``, there is a sum for each document, or for each channel of a batch with shared prefixes;
         otherwise there is one sum over all targets.
         """
-        self._num_computed += batch.input_ids.numel()
-        self._num_padding += batch.num_padding
-        figures = _target_figures(losses, batch)
+        self._num_computed_tokens += batch.input_ids.numel()
+        self._num_padding_tokens += batch.num_padding
+        figures = _target_figures(losses, batch)  # (4, targets)
         if isinstance(batch, TreeBatch):
-            sums = (figures[:, None] * batch.target_counts).sum(dim=2)  # ``target_counts``: (channels, targets)
+            # A target in a shared prefix counts for every sample in which it has a label: (4, channels, targets).
+            sums = (figures[:, None, :] * batch.target_counts).sum(dim=2)
         elif self._by_channel:
             sums = figures.new_zeros(len(figures), len(batch.channels))
             sums.index_add_(1, batch.documents_of(losses.positions), figures)  # to the column of a target's document
@@ -135,12 +136,12 @@ class Meter:
         else:
             self._sums.append(((_ALL_CHANNELS,), sums.sum(dim=1, keepdim=True)))
 
-    def take_log_line(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
+    def take_log_line(self, loss: float, accelerator: Any, *, copy_seconds: float | None) -> dict[str, float]:
         """Return the log line of all steps since the previous line, and reset; all ranks call this at the same step.
 
         Args:
-            loss: the Trainer's mean over steps of the values that ``training_step`` returned.
-            copying: seconds that the device waited for copies; None if nothing is copied.
+            loss: mean over steps of each step's sum of weighted losses over all ranks.
+            copy_seconds: how long the device waited for copies; None if nothing is copied.
 
         Returns:
             ``loss`` (mean over target tokens), ``objective`` if loss weights make the minimized loss differ from it,
@@ -150,20 +151,22 @@ class Meter:
         now = time.perf_counter()
         seconds = now - self._since
         self._since = now
-        # ``loss`` is a mean of sums over the units (targets or samples) of a step: turn it into a mean over units.
-        objective = loss * self._num_steps / figures.units if figures.units else math.nan
+        loss_sum = loss * self._num_steps  # over all units of the steps: targets, or samples
+        objective = loss_sum / figures.units if figures.units else math.nan
         means = self._target_means(accelerator.num_processes)
-        line = {"loss": means.pop("loss"), "objective": objective} if "loss" in means else {"loss": objective}
+        line = {"loss": objective}
+        if "loss" in means:  # loss weights make the objective differ from it
+            line = {"loss": means.pop("loss"), "objective": objective}
         line |= figures.logged() | means
-        line |= self._speed_figures(seconds, log_seconds=self._log_wait + now - self._log_began)
+        line |= self._speed_figures(seconds, log_seconds=self._log_wait + (now - self._log_began))
         line["memory_gib"] = memory_gib(accelerator.device)
-        if copying is not None:
-            line["copy_wait"] = copying / max(seconds, 1e-9)
+        if copy_seconds is not None:
+            line["copy_wait"] = copy_seconds / max(seconds, 1e-9)
         if self._balances:
-            local_balance = float(torch.stack(self._balances).sum()) / self._num_steps
+            local_balance = float(torch.stack(self._balances).sum()) / self._num_steps  # the ranks' parts add up
             line["router_balance"] = sum(all_gather_objects(local_balance, accelerator.num_processes))
-        if self._num_padding:
-            line["padding"] = self._num_padding / self._num_computed
+        if self._num_padding_tokens:
+            line["padding"] = self._num_padding_tokens / self._num_computed_tokens
         line |= _utilization(figures, seconds, accelerator)
         self._reset()
         return line

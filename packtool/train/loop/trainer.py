@@ -150,7 +150,7 @@ class PackTrainer(Trainer):
         model: made trainable, on the host or the device.
         loader: of this rank; starts at the step after the checkpoint.
         parallel: ranks that share sequences with this one; None without sequence parallelism.
-        switch: ``LayerSwitch`` of the layers that recompute in each micro-batch; None if they are always the same.
+        recomputation: ``LayerSwitch`` of the layers that recompute in each micro-batch; None if always the same.
 
     Attributes:
         skipped: (step, sample) of this rank's samples whose media could not be loaded; steps are 0-based.
@@ -166,7 +166,7 @@ class PackTrainer(Trainer):
         saved: SavedPrecision,
         watch: StepWatch,
         parallel: SequenceParallel | None = None,
-        switch: Any = None,
+        recomputation: Any = None,
     ) -> None:
         self.config = config = loader.run.config
         with _restored_settings(model, args, saves_sharded_optimizer=config.shares_experts):
@@ -177,7 +177,7 @@ class PackTrainer(Trainer):
         self.saved = saved
         self.watch = watch
         self.parallel = parallel
-        self.switch = switch
+        self.recomputation = recomputation
         # Before LossFunction changes the head: on every rank, the model as it is before training and before resuming.
         self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
         self.loss_function = LossFunction(model)
@@ -207,7 +207,7 @@ class PackTrainer(Trainer):
         """Run forward and backward of all micro-batches of a step, which transformers calls ``inputs``.
 
         Returns:
-            this rank's sum of losses times the number of ranks, 0-d; ``Meter.take_log_line`` divides it by the targets.
+            this rank's sum of losses times the number of ranks, 0-d, because the Trainer averages it over ranks.
         """
         self._apply_step_schedules()
         figures = inputs.figures
@@ -217,8 +217,8 @@ class PackTrainer(Trainer):
         for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches)):
             is_last = number == len(inputs.planned) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
-            if self.switch is not None:
-                self.switch.set_for(host_batch)
+            if self.recomputation is not None:
+                self.recomputation.set_for(host_batch)
             batch = self._copies.to_device(host_batch)
             with self._micro_batch_context(model, batch, figures, is_last=is_last):
                 total += self._train_micro_batch(model, batch, step_mean, inputs.planned[number].samples)
@@ -226,8 +226,8 @@ class PackTrainer(Trainer):
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         if self.config.on_bad_media == "skip":
             figures = self._exclude_skipped(figures, skipped, step_mean)
-        if self.switch is not None:
-            figures = figures.with_recomputed(self.switch.take_share())
+        if self.recomputation is not None:
+            figures = figures.with_recomputed(self.recomputation.take_share())
         self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
         return step_mean.sum_over_ranks(total)
 
@@ -259,9 +259,9 @@ class PackTrainer(Trainer):
     def _exclude_skipped(
         self, figures: StepFigures, skipped: Sequence[SkippedSample], step_mean: StepMean
     ) -> StepFigures:
-        """Exclude the samples that any rank skipped from the gradients; return the figures of the step without them.
+        """Rescale the gradients, because the plan counted samples that some rank has skipped; all ranks must call this.
 
-        The plan has counted them. ``skipped`` are those of this rank; all ranks must call this.
+        ``skipped`` are those of this rank. Return the figures of the step without the skipped samples of all ranks.
         """
         local_counts = [len(skipped), sum(sample.num_target_tokens for sample in skipped)]
         counts = torch.tensor(local_counts, device=self.args.device)
@@ -362,7 +362,9 @@ class PackTrainer(Trainer):
             # The Trainer's last line averages the sums that training_step returned: that is no mean loss.
             return
         if "loss" in logs:
-            logs.update(self.meter.take_log_line(logs["loss"], self.accelerator, copying=self._copies.wait_seconds()))
+            logs.update(
+                self.meter.take_log_line(logs["loss"], self.accelerator, copy_seconds=self._copies.wait_seconds())
+            )
             # The Trainer resets the sum by subtracting it from itself, so it would stay NaN.
             self._tr_loss.zero_()
         super().log(logs, start_time)

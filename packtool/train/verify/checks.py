@@ -70,7 +70,7 @@ class PackUnderTest:
         model: possibly with adapters.
         samples: at least two.
         parallel: the ranks over which the pack is split; all of them call the same methods.
-        some_local: compute two of three samples on a single rank, as Skrull does; only with ``parallel``.
+        has_local: with ``parallel``, compute two of three samples on a single rank each, as Skrull does.
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
 
@@ -82,26 +82,22 @@ class PackUnderTest:
         dtype: torch.dtype,
         parallel: SequenceParallel | None = None,
         *,
-        some_local: bool = False,
+        has_local: bool = False,
         min_shared: int | None = None,
     ) -> None:
         device = next(model.parameters()).device
-        self.model = model
+        self.model, self.spec, self.dtype, self.parallel = model, spec, dtype, parallel
+        self.has_local, self.min_shared = has_local, min_shared
         self.samples = list(samples)
-        self.spec = spec
-        self.dtype = dtype
-        self.parallel = parallel
-        self.some_local = some_local
-        self.min_shared = min_shared
         self.tolerances = tolerances(dtype)
         self.lengths = [sample.length for sample in self.samples]
-        alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
-        self.alone = [without_boundaries(batch) for batch in alone]
-        self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
+        single_samples = [collate_packs([sample], spec).to(device) for sample in self.samples]
+        self.alone = [without_boundaries(batch) for batch in single_samples]  # for the model's own attention
+        self.num_targets = max(sum(batch.num_target_tokens for batch in single_samples), 1)
         self.placement = [] if parallel is None else self._place_samples(parallel.split.size)
         self.batch = self._collate().to(device)
         self.nodes = self._find_nodes()
-        # Starts of the nodes in the pack. Padding and the filler documents at the end belong to no node.
+        # Nodes are the first documents of the pack; the fillers at the end are none.
         self.node_starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
 
     def _find_nodes(self) -> list[Node]:
@@ -117,12 +113,12 @@ class PackUnderTest:
     def _place_samples(self, num_ranks: int) -> list[int]:
         """Return the rank that computes each sample, or ``SHARDED``.
 
-        With ``some_local``, every third sample is sharded. Of the others, pairs are computed on the same rank, where
+        With ``has_local``, every third sample is sharded. Of the others, pairs are computed on the same rank, where
         they could leak into each other.
         """
         placement = [SHARDED] * len(self.samples)
         for number in range(len(self.samples)):
-            if self.some_local and number % 3 != 0:
+            if self.has_local and number % 3 != 0:
                 placement[number] = number // 3 % num_ranks
         return placement
 
@@ -157,7 +153,7 @@ class PackUnderTest:
             self.spec,
             self.dtype,
             self.parallel,
-            some_local=self.some_local,
+            has_local=self.has_local,
             min_shared=self.min_shared,
         )
 
@@ -570,7 +566,7 @@ def verify_cheaply(
     autocast = _autocast(weights, dtype)
     dtype = dtype or weights[0].dtype
     with without_dropout(model), torch.no_grad(), autocast:
-        pack = PackUnderTest(model, samples, spec, dtype, parallel, some_local=True, min_shared=min_shared)
+        pack = PackUnderTest(model, samples, spec, dtype, parallel, has_local=True, min_shared=min_shared)
         # Check the inputs of the whole pack: with ``parallel``, ``pack.batch`` has those of this rank only.
         full_batch = pack.batch if parallel is None else collate_packs(pack.samples, spec)
         refuse_leaky_inputs(full_batch.model_inputs())

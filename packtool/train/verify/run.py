@@ -132,11 +132,12 @@ def _verify_packs(
     packs, shares_prefixes = _plan_packs(config, reader, files, progress)
     dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
-    samples = [[reader.sample(position) for position in positions] for positions in packs]
-    _refuse_leaky_packs(samples, spec, shares_prefixes=shares_prefixes)
+    samples_by_pack = [[reader.sample(position) for position in positions] for positions in packs]
+    _refuse_leaky_packs(samples_by_pack, spec, shares_prefixes=shares_prefixes)
     parallel = None
     if world.sequence_parallel_size > 1:
-        device = PartialState(cpu=device.type == "cpu", **config.group_options).device  # starts the process group
+        # Start the process group, which assigns each rank its own device.
+        device = PartialState(cpu=device.type == "cpu", **config.group_options).device
         axes = axes_of(config, world, files, reader.index.length)
         parallel = SequenceParallel.on_mesh(axes, device.type)
         kernel = f"{_block_kernel(config, spec, device, dtype)} blocks, {axes.name}"
@@ -144,11 +145,10 @@ def _verify_packs(
         model = _load_model(config, spec, dtype, device, parallel)
         min_shared = MIN_SHARED if shares_prefixes else None
         tested_packs = []
-        for number, pack_samples in enumerate(samples):
-            # With sequence parallelism, every second pack has samples that are computed on a single rank.
-            some_local = number % 2 == 1
+        for number, samples in enumerate(samples_by_pack):
+            has_local = number % 2 == 1  # every second pack; only used with sequence parallelism
             tested_packs.append(
-                PackUnderTest(model, pack_samples, spec, dtype, parallel, some_local=some_local, min_shared=min_shared)
+                PackUnderTest(model, samples, spec, dtype, parallel, has_local=has_local, min_shared=min_shared)
             )
         checks = _run_checks(model, tested_packs, progress)
     return packs, {

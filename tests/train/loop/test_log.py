@@ -59,7 +59,7 @@ def test_waits_and_computation_add_up_to_the_time_of_a_line(lines: list[list[flo
             measured.exclude(evaluate)
             measured.begin_log()
             clock.now += reach
-            line = measured.take_log_line(0.0, ACCELERATOR, copying=None)
+            line = measured.take_log_line(0.0, ACCELERATOR, copy_seconds=None)
             assert "copy_wait" not in line
             assert line["seconds"] == written + load + compute + unlogged + reach
             assert line["data_wait"] * line["seconds"] == pytest.approx(load)
@@ -79,7 +79,7 @@ def test_copy_wait_is_a_share_of_the_time_of_a_line(monkeypatch: pytest.MonkeyPa
     measured.add_step(StepFigures())
     clock.now += 8.0
     measured.begin_log()
-    assert measured.take_log_line(0.0, ACCELERATOR, copying=2.0)["copy_wait"] == 0.25
+    assert measured.take_log_line(0.0, ACCELERATOR, copy_seconds=2.0)["copy_wait"] == 0.25
 
 
 @pytest.mark.parametrize("by_channel", [True, False])
@@ -102,7 +102,7 @@ def test_target_in_a_shared_prefix_counts_for_each_sample(by_channel: bool) -> N
         with LossFunction.temporary(model) as loss_function:
             assert loss_function.head_loss is not None
             measured.add_losses(loss_function(model, batch), batch)
-        line = measured.take_log_line(0.0, ACCELERATOR, copying=None)
+        line = measured.take_log_line(0.0, ACCELERATOR, copy_seconds=None)
         return {name: value for name, value in line.items() if name.startswith(("loss_", "token_accuracy"))}
 
     tree = collate_tree(samples, spec, min_shared=1)
@@ -156,7 +156,7 @@ def test_loss_is_the_unweighted_mean_and_objective_the_weighted_one(
     losses = losses_of(batch)
     measured.add_losses(losses, batch)
     measured.add_step(StepFigures(target_tokens=sum(counts), units=units))
-    line = measured.take_log_line(losses.weighted_sum().item(), ACCELERATOR, copying=None)
+    line = measured.take_log_line(losses.weighted_sum().item(), ACCELERATOR, copy_seconds=None)
     assert line["loss"] == pytest.approx(sum(map(sum, losses_by_sample)) / sum(counts), rel=1e-4)
     has_weights = reduction == "sample" or any(weight not in (None, 1.0) for weight in weights)
     assert ("objective" in line) == has_weights
