@@ -7,20 +7,20 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import count
 
 import numpy as np
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache import output_dir
+from packtool.cache import hygiene, output_dir
 from packtool.cache.executor import Executor, RayExecutor
-from packtool.cache.index import prefix_batch, read_index, with_prefix_fields
+from packtool.cache.index import prefix_batch, read_index, with_prefix_fields, without_samples
 from packtool.cache.local import check_all
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import ExportSummary, InputCounts, Manifest, SampleCounts, SourceInfo
-from packtool.cache.reader import ShardFile
 from packtool.cache.shard import (
     ADDED_COLUMNS,
     INDEX,
@@ -34,7 +34,6 @@ from packtool.cache.shard import (
 from packtool.cache.task import MIN_SHARD_ROWS, TASKS_DIR, Report, Task, TaskResult, TaskSettings, make_tasks
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MIN_SHARED, PREFIXES_NAME
-from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder, check_template, first_row_error
 from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
@@ -71,12 +70,16 @@ def export(config: ExportConfig, progress: Progress, drops: list[str] | None = N
         return _Export(config, progress, executor, drops).run(enable_gc)
 
 
-def _summary_of_finished(directory: str, manifest: Manifest) -> ExportSummary:
-    """Return the summary of a cache that an earlier run or another part has finished."""
+def _summary_of_finished(config: ExportConfig, directory: str, manifest: Manifest) -> ExportSummary:
+    """Return the summary of a cache that an earlier run or another part has finished; refuse overlaps if required."""
+    findings = next(hygiene.read_lines(directory), {}).get("counts", {})
+    hygiene.refuse_overlaps(config, findings, storage.join(directory, hygiene.FILE_NAME))
     lengths = np.concatenate([read_index(directory, manifest, split)["length"] for split in manifest.splits])
     values, counts = np.unique(lengths, return_counts=True)
     length = output_dir.percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    return ExportSummary.of_manifest(manifest, length=length, seconds=0.0, output_dir=directory, already_finished=True)
+    return ExportSummary.of_manifest(
+        manifest, length=length, seconds=0.0, output_dir=directory, already_finished=True, hygiene=findings
+    )
 
 
 def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
@@ -84,34 +87,22 @@ def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: 
 
     Up to 20 sources get a note each; for more, the progress of the scan and one note about all are shown.
     """
-    if len(specs) > _MAX_NOTES:
-        return _scan_with_progress(specs, seed, progress, executor)
+    has_notes = len(specs) <= _MAX_NOTES
+    scan_counter = count(1)
 
-    def print_note(scanned: ScannedSource) -> None:
+    def report(scanned: ScannedSource) -> None:
         executor.expect(scanned.num_rows)
         source = scanned.source
-        is_ordinary = source.form in (None, "messages")
-        form = "" if is_ordinary else f", {source.form}"
-        progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
-
-    return scan_sources(specs, seed, print_note)
-
-
-def _scan_with_progress(
-    specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor
-) -> list[ScannedSource]:
-    """Scan many sources with a progress bar, and print one note with the total of their rows and bytes."""
-    num_scanned = 0
-
-    def advance(scanned: ScannedSource) -> None:
-        nonlocal num_scanned
-        executor.expect(scanned.num_rows)
-        num_scanned += 1
-        if num_scanned % _PROGRESS_SOURCES == 0:
+        form = "" if source.form in (None, "messages") else f", {source.form}"
+        if has_notes:
+            progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
+        elif next(scan_counter) % _PROGRESS_SOURCES == 0:
             progress.advance(_PROGRESS_SOURCES)  # not for each of many thousand files
 
+    if has_notes:
+        return scan_sources(specs, seed, report)
     progress.start("scan files", len(specs))
-    sources = scan_sources(specs, seed, advance)
+    sources = scan_sources(specs, seed, report)
     progress.finish()
     num_rows = sum(scanned.num_rows for scanned in sources)
     num_bytes = sum(max(scanned.source.size, 0) for scanned in sources)  # unknown sizes are -1
@@ -123,12 +114,6 @@ def _source_info(scanned: ScannedSource) -> SourceInfo:
     source = scanned.source
     path = storage.absolute(source.label)
     return SourceInfo(path, source.size, source.modified, scanned.digest, scanned.num_rows, scanned.spec.settings)
-
-
-def _have_responses(tasks: Sequence[Task]) -> bool:
-    """Return whether a source of the tasks has a column with several responses to a prompt."""
-    sources = [source for task in tasks for source, _ in task.row_blocks]
-    return any("responses" in dict(source.columns) for source in sources)
 
 
 class _Export:
@@ -148,6 +133,8 @@ class _Export:
         self.media = media_encoding(self.files, config)
         self.identity = output_dir.identity_of(config, self.files, self.media.limits)
         self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))
+        self.held_out: hygiene.HeldOut | None = None  # set before the tasks run
+        self.findings: dict[str, int] = {}  # numbers of duplicates and overlaps, set after the tasks
 
     def run(self, enable_gc: Callable[[], None]) -> ExportSummary:
         """Run the export unless its cache is finished; ``enable_gc`` is called after the scan."""
@@ -158,7 +145,7 @@ class _Export:
         # Errors and finished caches are noticed before the sources are read, which may take minutes.
         manifest = self._find_finished(directory)
         if manifest is not None:
-            return _summary_of_finished(directory, manifest)
+            return _summary_of_finished(self.config, directory, manifest)
         output_dir.check_is_ours(directory, may_be_finished=self.config.overwrite or self.config.repair)
         refuse_if_busy(directory, is_part=self.config.is_part)
         self._prepare(enable_gc)
@@ -167,7 +154,7 @@ class _Export:
                 return self._repair(directory, lock)
             manifest = self._find_finished(directory)
             if manifest is not None:  # another export has finished while the sources were read
-                return _summary_of_finished(directory, manifest)
+                return _summary_of_finished(self.config, directory, manifest)
             return self._write(directory, lock)
 
     def _find_finished(self, directory: str) -> Manifest | None:
@@ -190,6 +177,8 @@ class _Export:
         for warning in (*self.media.warnings, *self.files.option_warnings(self.config.encode_spec)):
             self.progress.note(warning)
         self._make_tasks()
+        if self.config.check_against:
+            self.held_out = hygiene.read_held_out(self.config, self.files, self.media, self.progress)
         enable_gc()
         self.executor.check_ready(wait_s=None)
 
@@ -210,8 +199,10 @@ class _Export:
         self._warn_of_first_row_error(scanned_sources)
         close_readers()  # of this process; each worker opens its own
         # Rows become several samples if their turns are expanded, or if they have several responses.
+        sources = (source for task in self.tasks for source, _ in task.row_blocks)
+        has_responses = any("responses" in dict(source.columns) for source in sources)
         expands_turns = "expand_turns" in self.identity.spec  # which does not record the value false
-        self.has_parts = expands_turns or _have_responses(self.tasks)
+        self.has_parts = expands_turns or has_responses
 
     def _warn_of_first_row_error(self, scanned_sources: Sequence[ScannedSource]) -> None:
         """Warn early, and only once, about rows that name media which they may not access."""
@@ -231,12 +222,14 @@ class _Export:
             has_parts=self.has_parts,
             export=export,
             is_locked=None if lock is None else lock.is_held,
+            held_out=self.held_out,
         )
 
     def _count(self) -> ExportSummary:
         """Encode all rows and write nothing."""
         results = self._run_tasks(self.tasks, {}, self._task_settings(directory=None), lambda: None)
         ordered = [results[task.number] for task in self.tasks]
+        ordered, self.findings = output_dir.compare_rows(None, ordered, self.held_out, self.config)
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
         if self.drops is None:
             output_dir.refuse_empty(manifest, ordered, None)
@@ -261,6 +254,7 @@ class _Export:
         if missing:
             return self._unfinished_summary(directory, results, reused, missing)
         ordered = [results[task.number] for task in self.tasks]
+        ordered, self.findings = output_dir.compare_rows(directory, ordered, self.held_out, self.config)
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
         output_dir.refuse_empty(manifest, ordered, directory)
         self._publish(directory, lock, manifest, ordered)
@@ -290,7 +284,7 @@ class _Export:
         if self.config.is_part:
             manifest = output_dir.read_published(directory, self.identity, self.sources)
             if manifest is not None:  # no result is left, because another part has finished the cache
-                return _summary_of_finished(directory, manifest)
+                return _summary_of_finished(self.config, directory, manifest)
         if self.config.finalize:
             raise self._missing_shards_error(missing)
         own_results = [result for number, result in results.items() if self._is_own_task(number)]
@@ -308,9 +302,7 @@ class _Export:
 
     def _missing_shards_error(self, missing: Sequence[int]) -> DataError:
         """Return the error of ``--finalize`` for tasks that no part has finished."""
-        shown = ", ".join(map(str, missing[:10]))
-        if len(missing) > 10:
-            shown += ", ..."
+        shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         return DataError(
             f"{self.config.output_dir} cannot be finished: {len(missing)} of {len(self.tasks)} shards are missing "
             f"({shown})",
@@ -329,7 +321,7 @@ class _Export:
             self.progress.note(f"{file} is damaged and will be recreated")
         if damaged:
             self._recreate(directory, lock, manifest, damaged)
-        return _summary_of_finished(directory, manifest)
+        return _summary_of_finished(self.config, directory, manifest)
 
     def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
         """Recreate the damaged files of a cache; raise a MismatchError if a recreated file differs from the original.
@@ -354,7 +346,9 @@ class _Export:
                         continue
                     if recreated_sha256.get(file) != shard.sha256:
                         raise _differs_error(directory, file)
-                    _copy_file(storage.join(scratch, file), storage.join(directory, file))
+                    target_path = storage.join(directory, file)
+                    with storage.open_read(storage.join(scratch, file)) as source, atomic_file(target_path) as target:
+                        shutil.copyfileobj(source, target, _CHUNK_BYTES)
                 if f"{split}/{INDEX_NAME}" in damaged:
                     _rebuild_index(directory, manifest, split)
                 if f"{split}/{PREFIXES_NAME}" in damaged:
@@ -388,6 +382,7 @@ class _Export:
             output_dir=self.config.output_dir,
             num_reused=len(reused),
             rows_made=sum(result.counts.rows for result in results if result.number not in reused),
+            hygiene=self.findings,
         )
 
     def _run_tasks(
@@ -444,11 +439,6 @@ def _progress_report(progress: Progress, check_lock: Callable[[], None]) -> Repo
     return report
 
 
-def _copy_file(source_path: str, target_path: str) -> None:
-    with storage.open_read(source_path) as source, atomic_file(target_path) as target:
-        shutil.copyfileobj(source, target, _CHUNK_BYTES)
-
-
 def _differs_error(directory: str, file: str) -> MismatchError:
     return MismatchError(
         f"{storage.join(directory, file)}: the recreated file differs from the original, perhaps because another "
@@ -462,8 +452,8 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
     info = manifest.splits[split]
     channel_codes = {name: code for code, name in enumerate(manifest.channels)}
     batches = [
-        index_batch(index_columns(samples, number, 0, channel_codes))
-        for number, samples in enumerate(_samples_of_shards(directory, manifest, split))
+        without_samples(index_batch(index_columns(samples, number, 0, channel_codes)), left_out)
+        for number, (samples, left_out) in enumerate(hygiene.shard_samples(directory, manifest, split))
     ]
     # Older caches have fewer columns.
     old_index = pa.schema([field for field in INDEX if field.name not in ADDED_COLUMNS])
@@ -483,10 +473,10 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, encoder: E
     # (``OLD_PREFIX``). All formats are tried until one gives the original file.
     for medium_key in (by_content, by_address):
         batches = []
-        for samples in _samples_of_shards(directory, manifest, split):
+        for samples, left_out in hygiene.shard_samples(directory, manifest, split):
             if samples:
                 prefixes = prefix_hashes(samples, encoder.media_tokens, longer_than=MIN_SHARED, medium_key=medium_key)
-                batches.append(prefix_batch(*prefixes))
+                batches.append(without_samples(prefix_batch(*prefixes), left_out))
         for prefix_type in (PREFIX, OLD_PREFIX):
             data = _prefix_file(batches, prefix_type)
             if hashlib.sha256(data).hexdigest() == original_sha256:
@@ -505,9 +495,3 @@ def _prefix_file(batches: Sequence[pa.RecordBatch], prefix_type: pa.StructType) 
     """Return the content of ``prefixes.arrow`` whose prefixes have the fields of ``prefix_type``."""
     schema = pa.schema([("prefixes", pa.list_(prefix_type))])
     return arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)
-
-
-def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:
-    for shard in manifest.splits[split].shards:
-        file = ShardFile(storage.join(directory, split, shard.file))
-        yield [file.sample(row) for row in range(len(file))]

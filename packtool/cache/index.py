@@ -121,6 +121,11 @@ def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.Re
     return pa.record_batch([pa.ListArray.from_arrays(offsets, entries)], schema=PREFIXES)
 
 
+def without_samples(batch: pa.RecordBatch, positions: Sequence[int]) -> pa.RecordBatch:
+    """Return a batch of an index or of prefixes without the samples at these positions."""
+    return batch.filter(pa.array(~np.isin(np.arange(len(batch)), positions))) if positions else batch
+
+
 def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordBatch:
     """Convert a batch of ``prefixes.arrow`` so that each prefix has the fields of ``prefix_type``.
 

@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.index import with_prefix_fields
+from packtool.cache import hygiene
+from packtool.cache.index import with_prefix_fields, without_samples
 from packtool.cache.local import sha256_of
 from packtool.cache.lock import is_of_lock, remove_stale
 from packtool.cache.manifest import (
@@ -78,7 +79,7 @@ def clear(directory: str) -> None:
     """Remove a finished or unfinished cache and no other files; if this is interrupted, the next export resumes it."""
     storage.make_directory(storage.join(directory, TASKS_DIR))
     _clear_tasks(directory)
-    for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME):
+    for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME, hygiene.FILE_NAME):
         storage.remove(storage.join(directory, name))
 
 
@@ -167,6 +168,9 @@ def differences(exported: Mapping[str, Any], current: Mapping[str, Any], prefix:
 
 def export_state(identity: Identity, sources: tuple[SourceInfo, ...]) -> bytes:
     """Return the content of ``.tasks/export.json``: version, fingerprint and sources of an unfinished export."""
+    # What is done with duplicates and overlaps may still change: tasks do not depend on it.
+    spec = {name: value for name, value in identity.spec.items() if name not in hygiene.POLICIES}
+    identity = replace(identity, spec=spec)
     paths = [(source.path, source.settings) for source in sources]
     return json.dumps([VERSION, fingerprint_of(identity, sources), paths]).encode()
 
@@ -268,6 +272,7 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
     spec["model"] = absolute_model(config.model)
     # The loss scale is the resolved one, because its default depends on whether the model has hybrid thinking.
     spec["loss_scale"] = loss_scale_of(config.loss_scale, files.is_hybrid_thinking)
+    spec |= hygiene.recorded(config)
     return Identity(
         spec=spec,
         model_type=files.model_type,
@@ -349,7 +354,7 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
     return SplitInfo(
         **vars(SampleCounts.total(shard.counts for shard in shards)),
         length_histogram=tuple(int(count) for count in histogram),
-        shards=tuple(ShardInfo(shard.file, shard.counts.rows, shard.bytes, shard.sha256) for shard in shards),
+        shards=tuple(ShardInfo(s.file, s.counts.rows + len(s.left_out), s.bytes, s.sha256) for s in shards),
     )
 
 
@@ -361,6 +366,33 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
             if split in (None, name):
                 counts.update(shard.lengths)
     return counts
+
+
+def compare_rows(
+    directory: str | None, results: Sequence[TaskResult], held_out: hygiene.HeldOut | None, config: ExportConfig
+) -> tuple[list[TaskResult], dict[str, int]]:
+    """Compare the rows of all tasks; return the results without rows to drop, and the number of findings by kind.
+
+    ``directory``: of the tasks' files; None if they wrote none. Raises a DataError for ``--on-overlap fail``.
+    """
+    results = [replace(result, splits=dict(result.splits), drops=list(result.drops)) for result in results]
+    parts = [(split, *part) for split in (TRAIN_SPLIT, VAL_SPLIT) for part in _batches_of(directory, split, results)]
+    index = pa.Table.from_batches([batch for _, _, batch in parts], hygiene.HASHED_INDEX)
+    counts, lines, drops = hygiene.compare(index, held_out, config)
+    path = storage.join(directory or "--output-dir", hygiene.FILE_NAME)
+    if directory is not None and counts:
+        storage.publish(path, "".join(lines).encode())
+    hygiene.refuse_overlaps(config, counts, path)
+    ends = np.cumsum([len(batch) for _, _, batch in parts])
+    part_of_drop = np.searchsorted(ends, [first for first, _ in drops], side="right")
+    for i in np.unique(part_of_drop).tolist():
+        split, result, batch = parts[i]
+        low, high = np.searchsorted(part_of_drop, (i, i + 1))  # drops[low:high] are rows of this part
+        firsts = [first - int(ends[i]) + len(batch) for first, _ in drops[low:high]]
+        result.splits[split] = result.splits[split].without(batch, firsts)
+        result.counts += InputCounts.total(InputCounts.of_dropped(drop) for _, drop in drops[low:high])
+        result.drops += [drop.to_json() for _, drop in drops[low:high]]
+    return results, counts
 
 
 def publish_cache(
@@ -396,7 +428,7 @@ def _merge_index(directory: str, split: str, channels: Sequence[str], results: S
     """Write ``index.arrow`` of a split from the tasks' parts; return its SHA-256. ``channels``: of the cache."""
     channel_positions = {name: position for position, name in enumerate(channels)}
     batches = (
-        _with_cache_channels(with_added_columns(batch), result.channels, channel_positions)
+        _with_cache_channels(with_added_columns(batch).select(INDEX.names), result.channels, channel_positions)
         for result, batch in _batches_of(directory, split, results)
     )
     return write_arrow_file(storage.join(directory, split, INDEX_NAME), INDEX, batches)
@@ -456,18 +488,23 @@ def is_shard(path: str, state: storage.FileState | None, shard: SplitResult) -> 
 
 
 def _batches_of(
-    directory: str, split: str, results: Sequence[TaskResult], *, of_prefixes: bool = False
+    directory: str | None, split: str, results: Sequence[TaskResult], *, of_prefixes: bool = False
 ) -> Iterator[tuple[TaskResult, pa.RecordBatch]]:
-    """Yield the record batches of the tasks' parts of a split's index or prefixes, each with its task's result."""
+    """Yield the record batches of the tasks' parts of a split's index or prefixes, each with its task's result.
+
+    Samples that are left out are missing. ``directory`` is None for tasks that wrote nothing.
+    """
     suffix = f"{split}.prefixes.arrow" if of_prefixes else f"{split}.arrow"
     for result in results:
         split_result = result.splits.get(split)
         if split_result is None:
             continue
         sha256 = split_result.prefixes_sha256 if of_prefixes else split_result.index_sha256
-        data = _read_task_file(task_file(directory, result.number, suffix), sha256)
+        data = result.indexes.get(split, b"")
+        if directory is not None:
+            data = _read_task_file(task_file(directory, result.number, suffix), sha256)
         for batch in pa.ipc.open_stream(data):
-            yield result, batch
+            yield result, without_samples(batch, split_result.left_out)
 
 
 def _has_intact_files(directory: str, result: TaskResult) -> bool:
@@ -512,11 +549,12 @@ def _with_cache_channels(batch: pa.RecordBatch, names: list[str], positions: Map
 
 
 def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
-    """Write ``dropped.jsonl``, the concatenation of the tasks' parts."""
+    """Write ``dropped.jsonl``: the tasks' parts, each followed by its rows that were dropped after the task."""
     with atomic_file(storage.join(directory, DROPPED_NAME)) as file:
         for result in results:
             if result.dropped_sha256:
                 file.write(_read_task_file(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256))
+            file.write("".join(result.drops).encode())
 
 
 def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: str | None) -> None:
@@ -527,7 +565,7 @@ def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: s
     if directory is not None:
         merge_dropped(directory, results)
         _clear_tasks(directory)
-        for name in (TASKS_DIR, TRAIN_SPLIT, VAL_SPLIT):
+        for name in (TASKS_DIR, TRAIN_SPLIT, VAL_SPLIT, hygiene.FILE_NAME):
             storage.remove(storage.join(directory, name))
         where = f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}."
     firsts: dict[str, str] = {}

@@ -341,9 +341,9 @@ def _number_channels(samples: Sequence[EncodedSample], channel_codes: dict[str, 
     return codes
 
 
-def index_batch(columns: IndexColumns) -> pa.RecordBatch:
+def index_batch(columns: Mapping[str, npt.NDArray[Any]], schema: pa.Schema = INDEX) -> pa.RecordBatch:
     """Return index columns, (S,) each, as a record batch."""
-    return pa.record_batch([pa.array(columns[field.name], field.type) for field in INDEX], schema=INDEX)
+    return pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 
 # Size of media after which a group of rows ends, so that long videos do not fill the memory.
@@ -371,19 +371,14 @@ def embed_media(
             drop(Dropped(samples[0].source, samples[0].row, problem.reason, problem.detail))
             continue
         group.append(embedded_samples)
-        num_bytes += sum(_num_media_bytes(sample) for sample in embedded_samples)
+        files = [file for sample in embedded_samples for medium in sample.media for file in files_of(medium)]
+        num_bytes += sum(len(data) for _, data in files if data is not None)
         if num_bytes > _GROUP_BYTES:
             yield group
             group = []
             num_bytes = 0
     if group:
         yield group
-
-
-def _num_media_bytes(sample: EncodedSample) -> int:
-    """Return the total size of a sample's embedded media files."""
-    files = [file for medium in sample.media for file in files_of(medium)]
-    return sum(len(data) for _, data in files if data is not None)
 
 
 def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:

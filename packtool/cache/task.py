@@ -13,22 +13,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count, groupby, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.hygiene import HASHED_INDEX, HeldOut, hash_columns
 from packtool.cache.index import prefix_batch
 from packtool.cache.lock import lost_error
 from packtool.cache.manifest import InputCounts, SampleCounts
 from packtool.cache.shard import (
-    INDEX,
     PREFIXES,
-    IndexColumns,
     ShardWriter,
     arrow_bytes,
     embed_media,
@@ -49,6 +48,7 @@ from packtool.rows.source import RowBlocks, ScannedSource, Source
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
 _MAX_KEPT_DROPS = 1000
+_COUNTED = ("is_first", "length", "target_tokens", "media_tokens", "truncated")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class TaskSettings:
         strict: raise an error at the first unusable row.
         has_parts: rows may become several samples.
         is_locked: returns whether the lock is still held; called before shards are published. None without a lock.
+        held_out: questions of ``--check-against``.
     """
 
     spec: EncodeSpec
@@ -95,6 +96,7 @@ class TaskSettings:
     has_parts: bool = False
     export: str = ""
     is_locked: Callable[[], bool] | None = None
+    held_out: HeldOut | None = None
 
 
 @dataclass
@@ -104,9 +106,10 @@ class SplitResult:
     Args:
         shard, file: number and file name of the shard.
         bytes, sha256, modified: of the shard; ``modified`` as the store returned it after writing.
-        index_sha256: of the task's part of the index.
+        index_sha256: of the task's part of the index, with the columns ``HASHED_INDEX``.
         prefixes_sha256: of the task's part of the prefixes; empty if an older packtool wrote it.
         lengths: number of samples by length in tokens.
+        left_out: positions in the shard of samples that ``without`` left out, ascending.
     """
 
     shard: int = 0
@@ -118,6 +121,17 @@ class SplitResult:
     prefixes_sha256: str = ""
     counts: SampleCounts = field(default_factory=lambda: SampleCounts.total(()))
     lengths: dict[int, int] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
+
+    def without(self, index: pa.RecordBatch, firsts: Sequence[int]) -> SplitResult:
+        """Return the result without some rows, whose samples stay in the shard; ``firsts``: position of their first."""
+        columns = {name: index.column(name).to_numpy(zero_copy_only=False) for name in _COUNTED}
+        row = np.cumsum(columns["is_first"])  # of each sample
+        is_left_out = np.isin(row, row[np.asarray(firsts)])
+        columns = {name: column[~is_left_out] for name, column in columns.items()}
+        lengths = dict(Counter(columns["length"].tolist()))
+        left_out = np.flatnonzero(is_left_out).tolist()
+        return replace(self, counts=_count_samples(columns), lengths=lengths, left_out=left_out)
 
 
 @dataclass
@@ -128,7 +142,8 @@ class TaskResult:
         dropped_sha256: of the task's part of ``dropped.jsonl``; empty if it dropped nothing.
         first_dropped: description of the first dropped row for each reason.
         channels: names; the task's part of the index stores their positions here.
-        drops: lines for ``dropped.jsonl``, at most 1,000; only of tasks that write nothing.
+        drops: lines for ``dropped.jsonl``: of rows dropped later, and at most 1,000 of a task that writes nothing.
+        indexes: the task's part of the index by split, as an Arrow stream; only of tasks that write nothing.
     """
 
     number: int
@@ -139,11 +154,12 @@ class TaskResult:
     splits: dict[str, SplitResult] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
     drops: list[str] = field(default_factory=list)
+    indexes: dict[str, bytes] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Return the content of the marker file."""
         values = asdict(self)
-        del values["drops"]  # in the task's part of dropped.jsonl
+        del values["drops"], values["indexes"]  # in files of their own
         return json.dumps(values).encode()
 
     @classmethod
@@ -229,7 +245,7 @@ class _Outputs:
         self._drops: list[str] = []
         self._channel_codes: dict[str, int] = {}
         self._policies = {source.label: source.media_policy for source, _ in task.row_blocks} if embed else {}
-        self._index: dict[str, list[IndexColumns]] = {name: [] for name in task.shards}
+        self._index: dict[str, list[dict[str, npt.NDArray[Any]]]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
@@ -269,11 +285,12 @@ class _Outputs:
         result = self.result.splits[split]
         samples = [sample for row in rows for sample in row]
         index = index_columns(samples, result.shard, result.counts.rows, self._channel_codes)
-        result.counts += _count_samples(samples, index, num_rows=len(rows))
+        columns = index | hash_columns(rows, split, self._media_tokens, self._settings.held_out)
+        result.counts += _count_samples(columns)
         for length in index["length"].tolist():
             result.lengths[length] = result.lengths.get(length, 0) + 1
+        self._index[split].append(columns)
         if self._directory is not None:
-            self._index[split].append(index)
             num_prefixes, prefixes = prefix_hashes(samples, self._media_tokens, longer_than=MIN_SHARED)
             self._prefixes[split].append(prefix_batch(num_prefixes, prefixes))
             self._writers[split].write(samples)
@@ -288,6 +305,7 @@ class _Outputs:
         directory = self._directory
         if directory is None:  # a task that only counts
             result.drops = self._drops[:_MAX_KEPT_DROPS]
+            result.indexes = {split: self._index_data(split) for split in self._index}
             return result
         is_locked = self._settings.is_locked
         if is_locked is not None and not is_locked():
@@ -305,16 +323,19 @@ class _Outputs:
         result.sha256, state = self._writers[split].close()
         result.bytes = state.size
         result.modified = state.modified
-        index_batches = []  # one for all batches of samples; none without samples
-        parts = self._index[split]
-        if parts:
-            columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            index_batches = [index_batch(columns)]
-        data = arrow_bytes(index_batches, INDEX, pa.ipc.new_stream)
-        result.index_sha256 = self._publish(directory, f"{split}.arrow", data)
+        result.index_sha256 = self._publish(directory, f"{split}.arrow", self._index_data(split))
         prefix_batches = pa.Table.from_batches(self._prefixes[split], PREFIXES).combine_chunks().to_batches()
         data = arrow_bytes(prefix_batches, PREFIXES, pa.ipc.new_stream)
         result.prefixes_sha256 = self._publish(directory, f"{split}.prefixes.arrow", data)
+
+    def _index_data(self, split: str) -> bytes:
+        """Return the task's part of the index of a split: an Arrow stream of one batch, or of none without samples."""
+        batches = []
+        parts = self._index[split]
+        if parts:
+            columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            batches = [index_batch(columns, HASHED_INDEX)]
+        return arrow_bytes(batches, HASHED_INDEX, pa.ipc.new_stream)
 
     def _publish(self, directory: str, suffix: str, data: bytes) -> str:
         """Write one of the task's files (``task_file``), not durably; return its SHA-256."""
@@ -326,17 +347,17 @@ class _Outputs:
             writer.discard()
 
 
-def _count_samples(samples: Sequence[EncodedSample], index: IndexColumns, num_rows: int) -> SampleCounts:
-    """Return the counts of samples that were made from ``num_rows`` rows; ``index``: their index columns."""
-    truncated_tokens = [sample.num_truncated for sample in samples]
+def _count_samples(columns: Mapping[str, npt.NDArray[Any]]) -> SampleCounts:
+    """Return the counts of S samples from their columns ``_COUNTED``, (S,) each."""
+    num_samples = len(columns["length"])
     return SampleCounts(
-        rows=len(samples),
-        tokens=int(index["length"].sum()),
-        target_tokens=int(index["target_tokens"].sum()),
-        media_tokens=int(index["media_tokens"].sum()),
-        truncated=sum(num_tokens > 0 for num_tokens in truncated_tokens),
-        truncated_tokens=sum(truncated_tokens),
-        pieces_added=len(samples) - num_rows,
+        rows=num_samples,
+        tokens=int(columns["length"].sum()),
+        target_tokens=int(columns["target_tokens"].sum()),
+        media_tokens=int(columns["media_tokens"].sum()),
+        truncated=int(np.count_nonzero(columns["truncated"])),
+        truncated_tokens=int(columns["truncated"].sum()),
+        pieces_added=num_samples - int(np.count_nonzero(columns["is_first"])),
     )
 
 

@@ -100,15 +100,17 @@ def run_check(config: CheckConfig, invocation: Invocation) -> None:
 
     block_pandas()
     drops: list[str] = []
-    export_config = with_local_copies(part_of(ExportConfig, config, output_dir="", dry_run=True))
+    on_overlap = "keep" if config.max_overlap is None else "drop"
+    export_config = with_local_copies(part_of(ExportConfig, config, output_dir="", dry_run=True, on_overlap=on_overlap))
     with interruptible_progress() as progress:
         summary = export(export_config, progress, drops)
-    figures = check_figures(summary, drops, config.num_allowed(summary.num_rows))
-    lines = markdown_lines(figures, config.max_dropped)
+    figures = check_figures(summary, drops, config)
+    lines = markdown_lines(figures, config)
     invocation.show(figures, lines)
     _report_check(config, figures, lines)
     if not figures["passed"]:
-        raise DataError(verdict(figures, config.max_dropped), "packtool explain CODE explains a reason.", code="D009")
+        code = "D009" if figures["num_dropped"] > figures["num_allowed"] else "D010"
+        raise DataError(verdict(figures, config), "packtool explain CODE explains a reason.", code=code)
 
 
 def _report_check(config: CheckConfig, figures: Mapping[str, Any], lines: Sequence[str]) -> None:

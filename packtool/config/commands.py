@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from packtool.config.conflicts import Settings
 from packtool.config.data import (
+    CHECK_AGAINST_HELP,
     DATASET_HELP,
     AccessOptions,
     CacheOptions,
@@ -75,20 +76,23 @@ class CheckConfig(RowOptions, EncodeSpec, PackageOptions):
 
     dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP)
     max_dropped: str = option("0", "Fail if more than this number of rows is dropped, or percentage, such as 1%.")
+    check_against: tuple[str, ...] = option((), CHECK_AGAINST_HELP)
+    max_overlap: str | None = option(None, "Fail if more rows than this number, or percentage, overlap.")
     markdown: str | None = option(None, "Write the summary to this Markdown file.")
     gitlab: str | None = option(None, "Write a code quality report for GitLab to this JSON file.")
     github: bool = option(False, "Print annotations for GitHub on stderr.", env="GITHUB_ACTIONS")
 
     def value_problems(self) -> list[str]:
         problems = row_option_problems(self.expand_turns, self.loss_scale, self.chat_template_kwargs)
-        if _THRESHOLD.fullmatch(self.max_dropped) is None:
-            problems.append(f"--max-dropped {self.max_dropped}: give a number of rows, or a percentage such as 1%")
+        for name, threshold in (("--max-dropped", self.max_dropped), ("--max-overlap", self.max_overlap or "0")):
+            if _THRESHOLD.fullmatch(threshold) is None:
+                problems.append(f"{name} {threshold}: give a number of rows, or a percentage such as 1%")
         return problems
 
-    def num_allowed(self, num_rows: int) -> int:
-        """Return how many of ``num_rows`` rows may be dropped."""
-        number = float(self.max_dropped.removesuffix("%"))
-        return int(number * num_rows / 100) if self.max_dropped.endswith("%") else int(number)
+    def num_allowed(self, threshold: str, num_rows: int) -> int:
+        """Return how many of ``num_rows`` rows a threshold allows, such as ``max_dropped``."""
+        number = float(threshold.removesuffix("%"))
+        return int(number * num_rows / 100) if threshold.endswith("%") else int(number)
 
 
 SchemaName = Literal["train", "export", "mixture"]

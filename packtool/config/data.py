@@ -51,6 +51,7 @@ MISTRAL_COMMON = "mistral-common"
 TEMPLATE_HELP = "Use the Jinja chat template in this file, or mistral-common's, instead of the model's."
 LOSS_SCALE_HELP = "Train all answers (default), only the last one (last_round), or all tokens (all)."
 TEMPLATE_KWARGS_HELP = "Pass these JSON arguments to the chat template, such as '{\"enable_thinking\": false}'."
+CHECK_AGAINST_HELP = "Find rows that overlap with these held-out questions, given as in --dataset."
 EXPAND_HELP = "Make one sample per assistant turn, to train the thoughts of every turn."
 
 
@@ -249,6 +250,9 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
 
     dataset: tuple[str, ...] = row_option(REQUIRED, DATASET_HELP)
     output_dir: str = option(REQUIRED, "Write the cache (tokenized samples) to this new directory.")
+    check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP)
+    on_duplicates: Literal["keep", "drop"] = row_option("keep", "Keep or drop rows that equal an earlier row.")
+    on_overlap: Literal["keep", "drop", "fail"] = row_option("keep", "Keep or drop overlapping rows, or stop.")
     seed: int = shard_option(42, "Set the random seed that selects validation rows.", minimum=0)
     rows_per_shard: int | None = shard_option(
         None, "Write about N rows per cache file; N is a multiple of 64.", minimum=1

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from packtool.config.data import EncodeSpec
 from packtool.constants import TRAIN_NEWLINE
 from packtool.encode.boxes import BoxWriter
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import media_encoding
 from packtool.encode.families.record import MediaEncoding, Medium
 from packtool.encode.loss_scale import (
@@ -468,6 +468,10 @@ class Encoder:
                 first_chars += [len(joined_text) + char for char, _ in offsets]
                 joined_text += chunk.text
         return joined_text, token_indices, first_chars
+
+    def encode_text(self, text: str) -> IntArray:
+        """Return the token ids of a text without a chat template, (L,); control tokens in it are plain text."""
+        return np.array(self._encode_one(Chunk(control="", media_kind="", text=text)), np.int32)
 
     def _encode_one(self, chunk: Chunk) -> list[int]:
         return self._chunk_tokenizer.encode([chunk])[0]

@@ -242,7 +242,7 @@ def _digests(
         new_media = []
         while remaining and remaining[0].stop <= end:  # media that end within this prefix
             span = remaining.popleft()
-            state.update(_identity(span, medium_key))
+            state.update(medium_identity(span, medium_key))
             new_media.append(span.medium)
         state.update(ids[start:end].data)
         start = end
@@ -254,7 +254,7 @@ def _num_audio_tokens(medium: Medium) -> int:
     return sound.num_tokens if isinstance(sound, EncodedAudio) else 0
 
 
-def _identity(span: MediumSpan, medium_key: MediumKey) -> bytes:
+def medium_identity(span: MediumSpan, medium_key: MediumKey) -> bytes:
     """Return the bytes that are hashed for a medium, with its position; they begin with their own length."""
     medium = span.medium
     path, data = medium_key(medium.path, medium.data)

@@ -61,6 +61,9 @@ class ExportKeywords(TypedDict, total=False):
     max_row_bytes: int | str | None
     dataset_num_proc: int | None
     output_dir: Text | None
+    check_against: Texts | None
+    on_duplicates: Literal["keep", "drop"] | None
+    on_overlap: Literal["keep", "drop", "fail"] | None
     seed: int | None
     rows_per_shard: int | None
     to_cached_dataset: bool | None

@@ -10,6 +10,7 @@ from typing import Any
 from packtool import storage
 from packtool.cache.manifest import ExportSummary
 from packtool.config.codes import reason_codes
+from packtool.config.commands import CheckConfig
 from packtool.config.settings import load_json
 from packtool.report.tables import export_figures, percent
 from packtool.rows.source import format_of
@@ -20,20 +21,19 @@ _HEAD_BYTES = 4096
 _MAX_CELL = 300  # characters
 
 
-def check_figures(summary: ExportSummary, drops: Sequence[str], num_allowed: int) -> dict[str, Any]:
-    """Return the output of ``packtool check --json``.
-
-    Args:
-        drops: lines for ``dropped.jsonl``.
-        num_allowed: number of rows that may be dropped.
-    """
-    num_dropped = sum(summary.dropped.values())
+def check_figures(summary: ExportSummary, drops: Sequence[str], config: CheckConfig) -> dict[str, Any]:
+    """Return the output of ``packtool check --json``; ``drops``: lines for ``dropped.jsonl``."""
+    num_overlaps = sum(summary.dropped.get(reason, 0) for reason in ("val_overlap", "held_out_overlap"))
+    num_dropped = sum(summary.dropped.values()) - num_overlaps
+    num_allowed = config.num_allowed(config.max_dropped, summary.num_rows)
+    limit = config.num_allowed(config.max_overlap or "0", summary.num_rows)
     figures = export_figures(summary)
     del figures["output_dir"]
     return {
-        "passed": num_dropped <= num_allowed,
+        "passed": num_dropped <= num_allowed and num_overlaps <= limit,
         "num_dropped": num_dropped,
         "num_allowed": num_allowed,
+        **({} if config.max_overlap is None else {"num_overlaps": num_overlaps, "num_overlaps_allowed": limit}),
         **figures,
         "dropped_rows": _dropped_rows(drops),
     }
@@ -65,21 +65,26 @@ def _has_row_per_line(path: str) -> bool:
     return file_format[0] in ("jsonl", "txt")
 
 
-def verdict(figures: Mapping[str, Any], max_dropped: str) -> str:
-    """Return a sentence about the number of dropped rows; ``max_dropped`` is the option's value."""
-    num_dropped, num_rows = figures["num_dropped"], figures["num_rows"]
-    share = percent(num_dropped / num_rows) if num_rows else "0%"
-    relation = "within" if figures["passed"] else "above"
-    return f"{num_dropped:,} of {num_rows:,} rows ({share}) are dropped, {relation} --max-dropped {max_dropped}"
+def verdict(figures: Mapping[str, Any], config: CheckConfig) -> str:
+    """Return a sentence about the numbers of dropped and, with ``--max-overlap``, of overlapping rows."""
+    checks = [("num_dropped", "num_allowed", "are dropped", f"--max-dropped {config.max_dropped}")]
+    if config.max_overlap is not None:
+        checks.append(("num_overlaps", "num_overlaps_allowed", "overlap", f"--max-overlap {config.max_overlap}"))
+    num_rows = figures["num_rows"]
+    return "; ".join(
+        f"{figures[name]:,} of {num_rows:,} rows ({percent(figures[name] / max(num_rows, 1))}) {verb}, "
+        f"{'within' if figures[name] <= figures[limit] else 'above'} {option}"
+        for name, limit, verb, option in checks
+    )
 
 
-def markdown_lines(figures: Mapping[str, Any], max_dropped: str) -> list[str]:
+def markdown_lines(figures: Mapping[str, Any], config: CheckConfig) -> list[str]:
     """Return the summary as Markdown."""
     title = "passed" if figures["passed"] else "failed"
     lines = [
         f"# packtool check: {title}",
         "",
-        f"{verdict(figures, max_dropped)}.",
+        f"{verdict(figures, config)}.",
         "",
         "| figure | value |",
         "|---|---:|",

@@ -231,7 +231,8 @@ def percent(fraction: float) -> str:
 def export_figures(summary: ExportSummary) -> dict[str, Any]:
     """Return the output of ``packtool export --json``."""
     figures = dataclasses.asdict(summary) | {"seconds": round(summary.seconds, 3)}
-    return {name: value for name, value in figures.items() if name not in ("num_reused", "rows_made")}
+    left_out = ("num_reused", "rows_made", *([] if summary.hygiene else ["hygiene"]))
+    return {name: value for name, value in figures.items() if name not in left_out}
 
 
 def export_lines(summary: ExportSummary) -> list[Line]:
@@ -245,6 +246,8 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     if summary.parts_left_out:
         lines += _count_lines("  turns and responses left out", summary.parts_left_out)
     lines += _count_lines("dropped rows", summary.dropped)
+    if summary.hygiene:
+        lines += _count_lines("rows listed in hygiene.jsonl", summary.hygiene)
     lines += _token_lines(summary)
     if not summary.already_finished:
         rate = summary.rows_made / summary.seconds if summary.seconds else 0.0

@@ -92,8 +92,9 @@ def with_local_copies(config: C) -> C:
     if not os.path.isdir(config.model):
         patterns = {"allow_patterns": _MODEL_FILES_WITHOUT_WEIGHTS} if isinstance(config, ExportConfig) else {}
         changes["model"] = _download("--model", "snapshot_download", config.model, **patterns)
-    changes["dataset"] = tuple(_downloaded_dataset("--dataset", name, config) for name in config.dataset)
-    changes["val_dataset"] = tuple(_downloaded_dataset("--val-dataset", name, config) for name in config.val_dataset)
+    for option in ("dataset", "val_dataset", *(["check_against"] if isinstance(config, ExportConfig) else [])):
+        names = getattr(config, option)
+        changes[option] = tuple(_downloaded_dataset(f"--{option.replace('_', '-')}", name, config) for name in names)
     return replace(config, **changes)
 
 

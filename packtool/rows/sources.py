@@ -210,8 +210,8 @@ _METADATA_NAMES = (_INFO_NAME, "dataset_infos.json", _DICT_NAME, PACKS_MANIFEST_
 _OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
 
 
-def sources_of(config: ExportConfig) -> list[SourceSpec]:
-    """Return the files of rows in the order of the arguments, those of the val split last.
+def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSpec]:
+    """Return the files of rows in the order of the arguments, those of the val split last; or of ``--check-against``.
 
     An argument is looked up as a name in ``--dataset-info``, a file or folder, a pattern, and an id of the hub. At its
     end, ``#1000``, ``#20%`` or ``#2.5x`` draws that number, fraction or multiple of its rows, and ``#first1000`` or
@@ -227,6 +227,8 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     common = _common_spec(config)
     arguments = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
     arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
+    if held_out:
+        arguments = [(name, "--check-against", TRAIN_SPLIT) for name in config.check_against]
     specs: list[SourceSpec] = []
     for group, (name, option, split) in enumerate(arguments):
         paths, spec_fields = _resolve(name, option, info, common)

@@ -1,0 +1,329 @@
+"""Data hygiene: exact duplicates, conflicting answers, and overlap with validation rows and held-out questions.
+
+Tasks add hashes to their parts of the index, and at the end those of all rows are sorted (``compare``). Hashes have 64
+bits: among a million rows, the probability of a false match is below 1e-7.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packtool import storage
+from packtool.cache.local import sha256_of
+from packtool.cache.manifest import Manifest
+from packtool.cache.origins import number_names
+from packtool.cache.reader import ShardFile
+from packtool.cache.shard import INDEX
+from packtool.config.data import ExportConfig
+from packtool.config.settings import load_json
+from packtool.constants import IMAGE_MARK, MEDIA_MARKS, TRAIN_SPLIT, VAL_SPLIT
+from packtool.encode.encoded import EncodedSample, IntArray
+from packtool.encode.encoder import Encoder, encode_samples
+from packtool.encode.families.record import MediaEncoding
+from packtool.encode.media_spans import MediaTokens, MediumSpan, media_spans
+from packtool.encode.model_files import ModelFiles
+from packtool.encode.prefix_hashes import by_content, medium_identity
+from packtool.errors import DataError
+from packtool.progress import Progress
+from packtool.rows.read import samples_of, scan_sources
+from packtool.rows.sample import Dropped, Sample, Turn
+from packtool.rows.sources import sources_of
+
+FILE_NAME = "hygiene.jsonl"
+POLICIES = ("on_duplicates", "on_overlap")
+_NGRAM = 13
+_MARKS = re.compile("|".join(MEDIA_MARKS.values()))
+
+_ROW_FIELDS = [("content", pa.uint64()), ("prompt", pa.uint64()), ("is_val", pa.bool_()), ("source", pa.string())]
+_ROW_FIELDS += [("row", pa.int64()), ("question", pa.int32())]
+HASHED_INDEX = pa.schema([*INDEX, *_ROW_FIELDS, ("is_first", pa.bool_()), ("truncated", pa.int32())])
+"""The columns of a task's part of the index. Those besides ``INDEX`` describe the row of a sample:
+
+``content``: hash of its tokens and media; ``prompt``: of those before its last answer, or ``content`` without a prompt.
+``question``: an overlapping element of ``HeldOut.questions``, or -1. ``is_first``: first sample of the row.
+"""
+
+Hashes = npt.NDArray[np.uint64]
+
+
+def recorded(config: ExportConfig) -> dict[str, Any]:
+    """Return the settings of hygiene for the identity of a cache; none by default."""
+    settings: dict[str, Any] = {name: "drop" for name in POLICIES if getattr(config, name) == "drop"}
+    if config.check_against:
+        digests = [sha256_of(spec.path) for spec in sources_of(config, held_out=True)]
+        settings["check_against"] = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
+    return settings
+
+
+class HeldOut:
+    """Hashes of the prompts of held-out questions, and of 13 consecutive tokens of their texts.
+
+    Args:
+        keys: the hashes, (K,), ascending.
+        numbers: element of ``questions`` that each hash belongs to, (K,).
+        questions: file and row of each question, twice: for its prompt and for its text (``by``).
+    """
+
+    def __init__(self, keys: Hashes, numbers: IntArray, questions: Sequence[dict[str, Any]] = ()) -> None:
+        self.keys, self.numbers, self.questions = keys, numbers, questions
+        num_bits = min((16 * len(keys)).bit_length() + 4, 26)
+        self._shift = np.uint64(64 - num_bits)
+        # By the first bits of a hash: excludes nearly all hashes before the search.
+        self._may_match = np.zeros(1 << num_bits, bool)
+        self._may_match[keys >> self._shift] = True
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return HeldOut, (self.keys, self.numbers)  # all that tasks need
+
+    def match(self, rows: Sequence[list[EncodedSample]], prompts: Hashes) -> IntArray:
+        """Return the number of an overlapping question for each of R rows, (R,), -1 for none; ``prompts``: (R,)."""
+        samples = [(i, sample.input_ids) for i, row in enumerate(rows) for sample in row]
+        ngrams = ngram_hashes(np.concatenate([ids for _, ids in samples]))
+        ends = np.cumsum([len(ids) for _, ids in samples])
+        hashes = np.concatenate([ngrams, prompts])
+        hits = np.flatnonzero(self._may_match[hashes >> self._shift])
+        positions = np.minimum(np.searchsorted(self.keys, hashes[hits]), len(self.keys) - 1)
+        is_key = self.keys[positions] == hashes[hits]
+        matches = np.full(len(rows), -1, np.int32)
+        for hit, number in zip(hits[is_key].tolist(), self.numbers[positions[is_key]].tolist(), strict=True):
+            sample = int(np.searchsorted(ends, hit, side="right"))
+            if hit >= len(ngrams):  # a prompt
+                matches[hit - len(ngrams)] = number
+            elif hit + _NGRAM <= ends[sample]:  # in one sample
+                matches[samples[sample][0]] = number
+        return matches
+
+
+def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding, progress: Progress) -> HeldOut:
+    """Read and hash the questions of ``--check-against``, of any length; raise a DataError if none can be encoded."""
+    encoder = Encoder(replace(config.encode_spec, max_length=1 << 30, min_length=0, expand_turns="false"), files, media)
+    questions: list[dict[str, Any]] = []
+    prompts: dict[bytes, int] = {}  # number of the first question with this hash
+    texts: dict[str, tuple[int, Hashes]] = {}  # number and n-grams of the first question with this text
+    unusable: list[Any] = []  # drops
+    for row, result in _encode_questions(config, encoder):
+        if isinstance(row, Dropped) or isinstance(result, Dropped):
+            unusable.append(result)
+            continue
+        prompts.setdefault(_hash_row(result, encoder.media_tokens)[0], len(questions))
+        text, ngrams = _text_of(row, encoder)
+        texts.setdefault(text, (len(questions) + 1, ngrams))
+        questions += [{"source": row.source, "row": row.row, "by": by} for by in ("prompt", "13-gram")]
+    if unusable:
+        progress.note(f"--check-against: {len(unusable):,} unusable rows; the first: {unusable[0].summary}")
+    if not questions:
+        raise DataError(f"--check-against {' '.join(config.check_against)}: there is no question", code="D004")
+    ngrams, numbers = _rare_ngrams(list(texts.values()))
+    keys = np.concatenate([np.frombuffer(b"".join(prompts), "<u8").astype(np.uint64), ngrams])
+    keys, positions = np.unique(keys, return_index=True)
+    return HeldOut(keys, np.concatenate([[*prompts.values()], numbers]).astype(np.int32)[positions], questions)
+
+
+def _encode_questions(config: ExportConfig, encoder: Encoder) -> Iterator[tuple[Sample | Dropped, Any]]:
+    """Yield the questions and their encodings; a conversation without an answer gets one: only then it has a prompt."""
+    for scanned in scan_sources(sources_of(config, held_out=True), config.seed):
+        rows = samples_of(scanned.source, scanned.blocks, may_hold_secrets=True)
+        while batch := list(islice(rows, 128)):
+            for i, row in enumerate(batch):
+                if isinstance(row, Sample) and row.turns and not row.responses and row.turns[-1].role != "assistant":
+                    batch[i] = replace(row, turns=(*row.turns, Turn("assistant", "-")))
+            yield from zip(batch, encode_samples(batch, encoder), strict=True)
+
+
+def _text_of(row: Sample, encoder: Encoder) -> tuple[str, Hashes]:
+    """Return the user's texts, or all texts of a row without a user, and the hashes of their n-grams without media."""
+    texts = [turn.content for turn in row.turns if turn.role == "user"] or [turn.content for turn in row.turns]
+    text = IMAGE_MARK.join(texts)
+    return text, np.concatenate([ngram_hashes(encoder.encode_text(piece)) for piece in _MARKS.split(text)])
+
+
+def _rare_ngrams(texts: Sequence[tuple[int, Hashes]]) -> tuple[Hashes, IntArray]:
+    """Return the n-grams without tokens of an instruction, which several texts share, and the number of each, (N,).
+
+    ``texts``: number of each text, and its n-grams in order.
+    """
+    ngrams, counts = np.unique(np.concatenate([np.unique(ngrams) for _, ngrams in texts]), return_counts=True)
+    shared = ngrams[counts > max(1, min(10, len(texts) // 2))]
+    rare: list[Hashes] = []
+    for _, ngrams in texts:
+        # N-grams that begin up to 12 tokens before or after a shared one have tokens of it.
+        is_near = np.convolve(np.append(np.isin(ngrams, shared), False), np.ones(2 * _NGRAM - 1)) > 0
+        rare.append(ngrams[~is_near[_NGRAM - 1 : _NGRAM - 1 + len(ngrams)]])
+    return np.concatenate(rare), np.repeat([number for number, _ in texts], [len(ngrams) for ngrams in rare])
+
+
+_MIX_1, _MIX_2, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(32)
+_BASE_1, _BASE_2, _BASE_4, _BASE_5 = (np.uint64(pow(0xA0761D6478BD642F, n, 1 << 64)) for n in (1, 2, 4, 5))
+
+
+def ngram_hashes(ids: IntArray) -> Hashes:
+    """Return the hash of each 13 consecutive ones of T tokens, (max(T - 12, 0),): a polynomial of mixed tokens."""
+    if len(ids) < _NGRAM:
+        return np.empty(0, np.uint64)
+    ones = ids.astype(np.uint64) * _MIX_1
+    ones ^= ones >> _HALF
+    ones *= _MIX_2
+    twos = ones[:-1] * _BASE_1 + ones[1:]
+    fours = twos[:-2] * _BASE_2 + twos[2:]
+    eights = fours[:-4] * _BASE_4 + fours[4:]
+    hashes: Hashes = eights[:-5] * _BASE_5 + fours[8:-1] * _BASE_1 + ones[12:]
+    return hashes
+
+
+def hash_columns(
+    rows: Sequence[list[EncodedSample]], split: str, tokens: MediaTokens, held_out: HeldOut | None
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each."""
+    num_samples = [len(row) for row in rows]
+    hashes = b"".join([digest for row in rows for digest in _hash_row(row, tokens)])
+    prompts, contents = np.frombuffer(hashes, "<u8").astype(np.uint64).reshape(-1, 2).T
+    columns = {
+        "content": contents,
+        "prompt": prompts,
+        "is_val": np.full(len(rows), split == VAL_SPLIT),
+        "source": np.array([row[0].source for row in rows], object),
+        "row": np.array([row[0].row for row in rows], np.int64),
+        "question": np.full(len(rows), -1, np.int32) if held_out is None or not rows else held_out.match(rows, prompts),
+    }
+    columns = {name: np.repeat(column, num_samples) for name, column in columns.items()}
+    columns["is_first"] = np.array([i == 0 for num in num_samples for i in range(num)], bool)
+    columns["truncated"] = np.array([sample.num_truncated for row in rows for sample in row], np.int32)
+    return columns
+
+
+def _hash_row(samples: Sequence[EncodedSample], tokens: MediaTokens) -> tuple[bytes, bytes]:
+    """Return 64-bit hashes of a row's prompt (of the last sample, before its last answer) and of its content."""
+    state = hashlib.blake2b(digest_size=8)
+    *others, last = samples
+    start = int(last.turns[-2]) if len(last.turns) else 0  # of the last answer
+    _update(state, last, 0, start, tokens)
+    prompt = state.digest()
+    _update(state, last, start, last.length, tokens)
+    for sample in others:
+        _update(state, sample, 0, sample.length, tokens)
+    content = state.digest()
+    return (prompt if start > 1 else content), content  # a start token alone is no prompt
+
+
+def _update(state: Any, sample: EncodedSample, start: int, stop: int, tokens: MediaTokens) -> None:
+    """Add tokens [start, stop) of a sample, and the media among them, to the state of a hash."""
+    if sample.images or sample.videos or sample.audios:
+        spans = media_spans(sample, tokens)
+        if len(spans) < len(sample.media):  # they cannot be located
+            spans = [MediumSpan(medium, 0, 0) for medium in sample.media]
+        for span in spans:
+            if start <= span.start < stop:
+                state.update(medium_identity(span, by_content))
+    state.update(np.ascontiguousarray(sample.input_ids[start:stop], "<i4").data)
+
+
+def _related_rows(rows: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.integer[Any]]]:
+    """Return the position of a related row or question, or -1, for each kind of finding and row, (R,) each."""
+    content, prompt, is_val = rows["content"], rows["prompt"], rows["is_val"]
+    duplicate, val_overlap, conflict = (np.full(len(is_val), -1, np.int64) for _ in range(3))
+    val_rows, train_rows = np.flatnonzero(is_val), np.flatnonzero(~is_val)
+    for in_split in (train_rows, val_rows):
+        _, first, inverse = np.unique(content[in_split], return_index=True, return_inverse=True)
+        first = in_split[first[inverse]]  # the first equal row of each
+        # Not the same row, drawn repeatedly by #2x.
+        is_other = (rows["source"][first] != rows["source"][in_split]) | (rows["row"][first] != rows["row"][in_split])
+        duplicate[in_split[is_other]] = first[is_other]
+    _, first, inverse = np.unique(prompt, return_index=True, return_inverse=True)
+    first = first[inverse]  # the first row with the prompt of each
+    differing = np.flatnonzero(content != content[first])
+    conflict[first[differing[::-1]]] = differing[::-1]  # of that row: the first one that differs
+    conflict = conflict[first]
+    conflict[differing] = first[differing]
+    val_prompts, first = np.unique(prompt[val_rows], return_index=True)
+    train_rows = train_rows[np.isin(prompt[train_rows], val_prompts)]
+    val_overlap[train_rows] = val_rows[first[np.searchsorted(val_prompts, prompt[train_rows])]]
+    return {"val_overlap": val_overlap, _HELD_OUT: rows["question"], "duplicate": duplicate, "conflict": conflict}
+
+
+_HELD_OUT = "held_out_overlap"
+
+
+def compare(
+    index: pa.Table, held_out: HeldOut | None, config: ExportConfig
+) -> tuple[dict[str, int], list[str], list[tuple[int, Dropped]]]:
+    """Compare all rows; ``index``: joined parts of the tasks, with the columns ``HASHED_INDEX``.
+
+    Return counts of findings by kind, lines of ``hygiene.jsonl``, and rows to drop, with positions of first samples.
+    """
+    rows, sources = _rows_of(index)
+    related = _related_rows(rows)
+    counts = {f"{kind}s": int((others >= 0).sum()) for kind, others in related.items() if others.max(initial=-1) >= 0}
+    lines = [json.dumps({"counts": counts}) + "\n"]
+    drops: list[tuple[int, Dropped]] = []
+    dropping = ["val_overlap", _HELD_OUT] * (config.on_overlap == "drop")
+    dropping += ["duplicate"] * (config.on_duplicates == "drop")
+    for i in np.flatnonzero(np.max([*related.values()], axis=0) >= 0).tolist():
+        place = _place(rows, sources, i)
+        numbers = {kind: others[i] for kind, others in related.items() if others[i] >= 0}
+        matches = {kind: _place(rows, sources, number) for kind, number in numbers.items() if kind != _HELD_OUT}
+        if held_out and _HELD_OUT in numbers:
+            matches[_HELD_OUT] = held_out.questions[numbers[_HELD_OUT]]
+        reason = next((kind for kind in matches if kind in dropping), "")
+        if reason:
+            drops.append((int(rows["first"][i]), _dropped(place, reason, matches[reason])))
+        for kind, match in matches.items():
+            lines.append(json.dumps({"kind": kind, **place, "of": match, "dropped": bool(reason)}) + "\n")
+    return counts, lines, drops
+
+
+def _rows_of(index: pa.Table) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
+    """Return columns of the R rows in ``HASHED_INDEX``, (R,) each, and names of the sources; ``first``: its sample."""
+    numbers: dict[str, int] = {}
+    columns = {name: index.column(name).to_numpy() for name, _ in _ROW_FIELDS if name != "source"}
+    columns |= {"source": number_names(index.column("source"), numbers), "first": np.arange(len(index))}
+    is_first = index.column("is_first").to_numpy()
+    return {name: column[is_first] for name, column in columns.items()}, list(numbers)
+
+
+def _place(rows: Mapping[str, npt.NDArray[Any]], sources: Sequence[str], i: int) -> dict[str, Any]:
+    """Return split, file and number of a row."""
+    split = VAL_SPLIT if rows["is_val"][i] else TRAIN_SPLIT
+    return {"split": split, "source": sources[rows["source"][i]], "row": int(rows["row"][i])}
+
+
+def _dropped(place: Mapping[str, Any], reason: str, match: Mapping[str, Any]) -> Dropped:
+    """Return the drop of the row at ``place``; ``match``: the other row or question."""
+    relations = {"duplicate": "equals", "13-gram": "shares 13 consecutive tokens with"}
+    relation = relations.get(match.get("by", reason), "has the prompt of")
+    return Dropped(place["source"], place["row"], reason, f"{relation} row {match['row']} of {match['source']}")
+
+
+def refuse_overlaps(config: ExportConfig, counts: Mapping[str, int], where: str) -> None:
+    """Raise a DataError for overlaps if ``--on-overlap fail`` is set; ``where``: the file that lists them."""
+    overlaps = [f"{counts[kind]:,} {kind}" for kind in ("val_overlaps", "held_out_overlaps") if kind in counts]
+    if config.on_overlap == "fail" and overlaps:
+        remedy = "The same command with --on-overlap drop leaves these rows out; finished shards are reused."
+        raise DataError(f"--on-overlap fail: {' and '.join(overlaps)}, listed in {where}", remedy)
+
+
+def read_lines(directory: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of ``hygiene.jsonl``, the counts first; none if the cache has no such file."""
+    path = storage.join(directory, FILE_NAME)
+    if storage.exists(path):
+        with storage.open_read(path) as file:
+            yield from map(load_json, file)
+
+
+def shard_samples(directory: str, manifest: Manifest, split: str) -> Iterator[tuple[list[EncodedSample], list[int]]]:
+    """Yield the samples of each shard of a cache, and the positions of those that its index leaves out."""
+    lines = (line for line in read_lines(directory) if line.get("dropped") and line["split"] == split)
+    dropped = {(line["source"], line["row"]) for line in lines}
+    for shard in manifest.splits[split].shards:
+        file = ShardFile(storage.join(directory, split, shard.file))
+        samples = [file.sample(row) for row in range(len(file))]
+        yield samples, [i for i, sample in enumerate(samples) if (sample.source, sample.row) in dropped]
