@@ -43,6 +43,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_narrow_model(folder / "model")
     make_rows(str(folder), 16, 0)
     (folder / "train.json").rename(folder / "rows.json")
+    (folder / "eval.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "Which of these rows is held out?"}]}'
+    )
     tokens = {"input_ids": [[5, 6, 7, 8]] * 3, "labels": [[-100, -100, 7, 8]] * 3, "attention_mask": [[1] * 4] * 3}
     datasets.Dataset.from_dict(tokens).save_to_disk(str(folder / "tokenized"))
     return folder

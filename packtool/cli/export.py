@@ -109,8 +109,9 @@ def run_check(config: CheckConfig, invocation: Invocation) -> None:
     invocation.show(figures, lines)
     _report_check(config, figures, lines)
     if not figures["passed"]:
-        code = "D009" if figures["num_dropped"] > figures["num_allowed"] else "D010"
-        raise DataError(verdict(figures, config), "packtool explain CODE explains a reason.", code=code)
+        error = DataError(verdict(figures, config), "packtool explain CODE explains a reason.", code="D009")
+        error.code = error.code if figures["num_dropped"] > figures["num_allowed"] else "D010"
+        raise error
 
 
 def _report_check(config: CheckConfig, figures: Mapping[str, Any], lines: Sequence[str]) -> None:
