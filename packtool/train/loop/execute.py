@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.dataset import explain_dead_workers
@@ -308,9 +307,9 @@ class RunCallback(TrainerCallback):
         control.should_log |= is_end
         if self.run.config.save_strategy == "epoch" and (is_end or ends_epoch):
             control.should_save = True
-        if self.steps.ended:  # a stream has no more rows
+        if self.steps.ended:  # a stream has no more rows: this is the last step, also between two of --save-steps
             control.should_log = control.should_training_stop = True
-            control.should_save = args.save_strategy == SaveStrategy.STEPS
+            control.should_save = self.run.config.save_strategy == "steps"
         is_due = step >= state.max_steps or self._is_evaluation_due(step, ends_epoch=ends_epoch)
         is_evaluated = self.run.validation is not None and is_due
         self.watch.end_step(state, control, is_evaluated=is_evaluated)

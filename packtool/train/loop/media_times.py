@@ -207,13 +207,14 @@ def _kind_figures(
     shared, reader = preview.inputs.shared, preview.inputs.reader
     if shared is not None and reader is not None:
         loaded_share = shared.media_tokens.sum() / reader.index.media_tokens.sum()
+    num_loaded = num_planned * loaded_share * num_media / num_samples  # media of this kind in an epoch, of all ranks
     num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
     num_steps = preview.plan.summary.num_steps
     return {
         "measured": num_media,
         "seconds": seconds / num_media,
         "megabytes": num_bytes / num_media / 1e6,
-        "per_step": num_planned * loaded_share * num_media / num_samples / num_steps / num_ranks,
+        "per_step": num_loaded / num_steps / num_ranks,
     }
 
 

@@ -423,7 +423,7 @@ class PackTrainer(Trainer):
         if isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        # Duplicates are kept because the state dict has all names of a tied weight, too.
+        # The state dict has every name of a tied weight, so all of its names must be found.
         named = model.named_parameters(remove_duplicate=False)
         trained = frozenset(name for name, parameter in named if parameter.requires_grad)
         state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)
