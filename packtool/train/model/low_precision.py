@@ -39,7 +39,7 @@ def simulate_quantization(model: nn.Module, towers: Towers, run: TrainConfig) ->
     """
     from torchao.quantization.qat.linear import FakeQuantizedLinear
 
-    assert run.qat is not None
+    assert run.qat is not None, "the run has --qat"
     group_size = run.qat_group_size or _DEFAULT_GROUP_SIZES[run.qat]
     for name, linear in _text_layers(model, towers):
         if linear.in_features % group_size:

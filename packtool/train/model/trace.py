@@ -158,8 +158,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         shard = _traced_shard(tokens, axes, num_tokens)
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
-    has_shared_prefixes = tokens.keys > 0
-    if not has_shared_prefixes:
+    if tokens.keys == 0:  # without shared prefixes
         return PackedBatch(**fields)
     # Keys of a shared prefix are repeated for each of its documents, so there are more keys than tokens.
     num_keys = max(tokens.keys, num_tokens)

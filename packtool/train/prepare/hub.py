@@ -81,7 +81,8 @@ class HubUploads:
         An error is kept in ``self._error``. The directory ``temporary`` is removed afterwards.
         """
         message = f"Training in progress, step {step}"
-        # Folder in the repository ("" is its top level), commit message, and patterns of files to leave out.
+        # Folder in the repository, commit message, and patterns of files to leave out; "" is the top level, which has
+        # only the model.
         uploads = [("", message, [*_RESUME_FILES, *self._ignored])]
         if self._strategy == "checkpoint":
             uploads.append(("last-checkpoint", f"{message}, checkpoint", self._ignored))
