@@ -200,9 +200,8 @@ class _Export:
         close_readers()  # of this process; each worker opens its own
         # Rows become several samples if their turns are expanded, or if they have several responses.
         sources = (source for task in self.tasks for source, _ in task.row_blocks)
-        has_responses = any("responses" in dict(source.columns) for source in sources)
         expands_turns = "expand_turns" in self.identity.spec  # which does not record the value false
-        self.has_parts = expands_turns or has_responses
+        self.has_parts = expands_turns or any("responses" in dict(source.columns) for source in sources)
 
     def _warn_of_first_row_error(self, scanned_sources: Sequence[ScannedSource]) -> None:
         """Warn early, and only once, about rows that name media which they may not access."""

@@ -20,7 +20,7 @@ from packtool.config.data import (
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType, QuantizationOptions
 from packtool.config.packages import PackageOptions
 from packtool.config.packing import SEQUENCE_PARALLELISM, LaunchOptions, ParallelOptions, SharingOptions
-from packtool.config.settings import REQUIRED, Tokens, flag, option, speed_option
+from packtool.config.settings import REQUIRED, Tokens, flag, option, row_option, speed_option
 from packtool.constants import TRAIN_SPLIT
 
 _THRESHOLD = re.compile(r"\d+|\d+(\.\d+)?%")
@@ -76,8 +76,8 @@ class CheckConfig(RowOptions, EncodeSpec, PackageOptions):
 
     dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP)
     max_dropped: str = option("0", "Fail if more than this number of rows is dropped, or percentage, such as 1%.")
-    check_against: tuple[str, ...] = option((), CHECK_AGAINST_HELP)
-    max_overlap: str | None = option(None, "Fail if more rows than this number, or percentage, overlap.")
+    check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP)
+    max_overlap: str | None = row_option(None, "Fail if more rows than this number, or percentage, overlap.")
     markdown: str | None = option(None, "Write the summary to this Markdown file.")
     gitlab: str | None = option(None, "Write a code quality report for GitLab to this JSON file.")
     github: bool = option(False, "Print annotations for GitHub on stderr.", env="GITHUB_ACTIONS")

@@ -397,6 +397,16 @@ def test_real_rows(realdata: Path, tmp_path: Path, name: str) -> None:
         assert len(overlaps) < 0.6 * len(rows)
 
 
+def test_real_duplicates_are_equal_rows(realdata: Path, tmp_path: Path) -> None:
+    path = realdata / "tool_glaive_en.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    model = str(realdata / "tokenizers" / "qwen3-vl")
+    export_rows(tmp_path / "cache", model=model, dataset=(str(path),), max_length=8192, rows_per_shard=100)
+    expected = {i: rows.index(row) for i, row in enumerate(rows) if rows.index(row) < i}
+    assert len(expected) > 30
+    assert {row: other for (_, row), (_, other) in listed(tmp_path / "cache", "duplicate").items()} == expected
+
+
 def sample_of(ids: list[int]) -> EncodedSample:
     tokens = np.array(ids, np.int32)
     return EncodedSample(tokens, tokens, np.empty(0, np.int32), images=(), channel=None, source="", row=0)

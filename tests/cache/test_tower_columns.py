@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from packtool.cache import task as task_module
+from packtool.cache.hygiene import HASHED_INDEX
 from packtool.cache.index import with_estimates
 from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
@@ -95,7 +96,7 @@ def test_an_export_resumes_from_tasks_of_an_older_packtool(
     write = task_module.arrow_bytes
 
     def older(batches: list[pa.RecordBatch], schema: pa.Schema, new: Callable[..., pa.RecordBatchWriter]) -> bytes:
-        if schema is INDEX:
+        if schema is HASHED_INDEX:
             return write([batch.select(OLDER.names) for batch in batches], OLDER, new)
         return write(batches, schema, new)
 
