@@ -381,18 +381,19 @@ def compare_rows(
     index = pa.Table.from_batches([batch for _, _, batch in parts], hygiene.HASHED_INDEX)
     counts, lines, drops = hygiene.compare(index, held_out, config)
     path = storage.join(directory or "--output-dir", hygiene.FILE_NAME)
-    if directory is not None and counts:
+    if directory and counts:
         storage.publish(path, "".join(lines).encode())
     hygiene.refuse_overlaps(config, counts, path)
     ends = np.cumsum([len(batch) for _, _, batch in parts])
     part_of_drop = np.searchsorted(ends, [first for first, _ in drops], side="right")
-    for i in np.unique(part_of_drop).tolist():
+    for i in np.unique(part_of_drop):
         split, result, batch = parts[i]
-        low, high = np.searchsorted(part_of_drop, (i, i + 1))  # drops[low:high] are rows of this part
-        firsts = [first - int(ends[i]) + len(batch) for first, _ in drops[low:high]]
+        low, high = np.searchsorted(part_of_drop, (i, i + 1))
+        part_drops = drops[low:high]
+        firsts = [first - ends[i] + len(batch) for first, _ in part_drops]
         result.splits[split] = result.splits[split].without(batch, firsts)
-        result.counts += InputCounts.total(InputCounts.of_dropped(drop) for _, drop in drops[low:high])
-        result.drops += [drop.to_json() for _, drop in drops[low:high]]
+        result.counts += InputCounts.total(InputCounts.of_dropped(drop) for _, drop in part_drops)
+        result.drops += [drop.to_json() for _, drop in part_drops]
     return results, counts
 
 
