@@ -307,7 +307,7 @@ def refuse_overlaps(config: ExportConfig, counts: Mapping[str, int], where: str)
     """Raise a DataError for overlaps if ``--on-overlap fail`` is set; ``where``: the file that lists them."""
     overlaps = [f"{counts[kind]:,} {kind}" for kind in ("val_overlaps", "held_out_overlaps") if kind in counts]
     if config.on_overlap == "fail" and overlaps:
-        raise DataError(f"--on-overlap fail: {' and '.join(overlaps)}, listed in {where}", "Repeat with drop.")
+        raise DataError(f"--on-overlap fail: {' and '.join(overlaps)}, in {where}", "Repeat it with --on-overlap drop.")
 
 
 def read_lines(directory: str) -> Iterator[dict[str, Any]]:

@@ -211,9 +211,7 @@ def test_workers_parts_and_interruptions_give_the_same_lists(
 
 
 def test_a_refused_export_needs_no_second_encoding(run_hygiene: Export, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match="--on-overlap fail: 1 val_overlaps and 2 held_out_overlaps, listed in "
-    ) as error:
+    with pytest.raises(DataError, match="--on-overlap fail: 1 val_overlaps and 2 held_out_overlaps, in ") as error:
         run_hygiene(on_overlap="fail")
     assert error.value.code == "D010"
     assert len(findings(tmp_path / "cache")) == 10
