@@ -366,7 +366,7 @@ def _option(field: dataclasses.Field[Any], cls: type) -> inspect.Parameter:
     if kind == "flag":
         names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
         return _parameter(field.name, bool | None, typer.Option(*names, **typer_options))
-    typer_options["metavar"] = unit_of(field, cls) or _metavar(value_type(field, cls))
+    typer_options["metavar"] = _metavar(field, cls)
     value_class: Any = list[str] | None if kind == "list" else str | None
     return _parameter(field.name, value_class, typer.Option(*names, **typer_options))
 
@@ -385,15 +385,23 @@ def _help(field: dataclasses.Field[Any]) -> str:
     return f"{text} (default: {shown.lower() if isinstance(default, bool) else shown})"
 
 
-def _metavar(hint: Any) -> str:
-    """Return what ``--help`` shows for the value of a type, such as ``N`` or ``a|b``."""
+_PATHS = (
+    *("adapter", "adapters", "base_model", "cache_dir", "cached_dataset", "chat_template", "check_against", "dataset"),
+    *("dataset_info", "directory", "export_losses", "file", "gitlab", "html", "lengths", "lock", "locked", "markdown"),
+    *("media_cache", "media_root", "mix", "output", "output_dir", "plan", "resume", "run", "save", "val_dataset"),
+)
+
+
+def _metavar(field: dataclasses.Field[Any], cls: type) -> str:
+    """Return what ``--help`` shows for the value of a setting, such as ``N``, ``PATH`` or ``a|b``."""
+    hint = value_type(field, cls)
     if typing.get_origin(hint) is Literal:
         return "|".join(typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return "TEXT..."
-    if typing.get_origin(hint) is not None:
+    is_list = typing.get_origin(hint) is tuple
+    if typing.get_origin(hint) is not None and not is_list:
         return "JSON"
-    return {int: "N", float: "X"}.get(hint, "TEXT")
+    text = "PATH" if field.name in _PATHS else "TEXT"
+    return f"{text}..." if is_list else unit_of(field, cls) or {int: "N", float: "X"}.get(hint, text)
 
 
 def _read_config(

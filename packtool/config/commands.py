@@ -115,7 +115,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     packing_length: Tokens | None = option(
         None, "Limit each packed sequence to N tokens; default is the export's --max-length.", minimum=2
     )
-    num_packs: int = option(2, "Check N packed sequences.")
+    num_packs: int = option(2, "Compare N packed sequences with their samples computed alone.")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
     torch_dtype: DType = option("auto", "Load weights in this precision; auto uses the checkpoint's, float32 on CPU.")
     trajectory: int | None = option(None, "Train N steps packed and unpacked, and compare their losses and weights.")
@@ -148,7 +148,9 @@ class EvalConfig(
     """Settings of ``packtool eval``."""
 
     model: str = option(REQUIRED, "Evaluate this model or adapter, a directory or hub id.")
-    base_model: str | None = option(None, "Use the adapter's base model in this directory, if it has moved.")
+    base_model: str | None = option(
+        None, "Load the adapter's base model from this directory instead of its recorded location."
+    )
     cached_dataset: tuple[str, ...] = option(REQUIRED, "Evaluate the samples of these caches.")
     output: str = option(REQUIRED, "Write the results to this Parquet file, one row per sample.")
     split: Split | None = option(None, "Evaluate this split; default is val if all caches have it, else train.")
@@ -173,7 +175,9 @@ class MergeConfig(Settings):
 
     adapter: str = option(REQUIRED, "Merge this adapter, a checkpoint of packtool train or peft.")
     output: str = option(REQUIRED, "Write the merged model to this new or empty directory.")
-    base_model: str | None = option(None, "Use the adapter's base model in this directory, if it has moved.")
+    base_model: str | None = option(
+        None, "Load the adapter's base model from this directory instead of its recorded location."
+    )
     torch_dtype: DType = option("auto", "Write weights in this precision; auto keeps the base model's.")
 
 

@@ -48,10 +48,10 @@ MIN_LENGTH_HELP = "Drop samples of fewer than N tokens."
 OVERFLOW_HELP = "If media alone exceed --max-length: drop the row, trim its oldest media, or stop."
 MISTRAL_COMMON = "mistral-common"
 """Value of ``--chat-template`` for the template of mistral-common, by the model's own tokenizer file."""
-TEMPLATE_HELP = "Use the Jinja chat template in this file, or mistral-common's, instead of the model's."
+TEMPLATE_HELP = "Use the chat template in this Jinja file, or mistral-common; default is the model's."
 LOSS_SCALE_HELP = "Train all answers (default), only the last one (last_round), or all tokens (all)."
 TEMPLATE_KWARGS_HELP = "Pass these JSON arguments to the chat template, such as '{\"enable_thinking\": false}'."
-CHECK_AGAINST_HELP = "Find rows that overlap with these held-out questions, given as in --dataset."
+CHECK_AGAINST_HELP = "Find rows that overlap with the held-out questions in these files."
 EXPAND_HELP = "Make one sample per assistant turn, to train the thoughts of every turn."
 
 
@@ -93,14 +93,14 @@ class RowOptions(AccessOptions):
         None, "Look up relative media paths in this folder first, then in the data file's folder.", env="ROOT_IMAGE_DIR"
     )
     max_media_failures: int = access_option(
-        100, "Stop after N consecutive media failures of one server; 0 never stops.", minimum=0
+        100, "Stop after N consecutive failed downloads from one server; 0 never stops.", minimum=0
     )
     per_dataset_loss_scale: bool = row_option(True, "Apply the loss_scale of each dataset in --dataset-info.")
     split_dataset_ratio: float = row_option(
         0.0, "Use this fraction of the rows, 0 to 1, for validation.", minimum=0.0, maximum=0.999
     )
     use_hf: bool | None = row_option(
-        None, "Download hub ids from Hugging Face; false downloads from ModelScope.", env="USE_HF"
+        None, "Download from Hugging Face (true) or ModelScope (false); default is Hugging Face.", env="USE_HF"
     )
     strict: bool = row_option(False, "Stop at the first unusable row instead of dropping it.")
     max_row_bytes: Bytes = row_option(MAX_ROW_BYTES, "Drop rows larger than this, such as 64MB.")

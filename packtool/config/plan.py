@@ -49,7 +49,9 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     mfu: float = model_option(0.4, "Assume this fraction of the peak TFLOP/s in training.", minimum=0.001, maximum=1.0)
     media: bool = option(False, "Measure media loading here and estimate the loading processes that training needs.")
     save: str | None = option(None, "Write the plan to this file, for example for packtool train --plan.")
-    lock: str | None = option(None, "Write a lock file of everything that determines the plan, for train --locked.")
+    lock: str | None = option(
+        None, "Write a lock file of everything that determines a run; packtool train --locked checks it."
+    )
     html: str | None = option(None, "Draw the plan, or the results of --sweep, as a web page.")
 
     resume: str | None = option(None, "Preview how this run or checkpoint would resume, and what has changed.")

@@ -67,7 +67,7 @@ class SimulateConfig(StrategyOptions):
     sequence_parallel_type: SequenceParallelType = step_option("auto", "Exchange attention data by this method.")
     bucket_size: str = step_option("auto", "Limit each GPU to this many tokens, such as 26K; auto computes the limit.")
     packing_length: Tokens | None = step_option(
-        None, "Limit each packed sequence to N tokens per GPU; default is --bucket-size.", minimum=1
+        None, "Limit each packed sequence to N tokens on each of its GPUs; default is --bucket-size.", minimum=1
     )
 
     @property

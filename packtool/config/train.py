@@ -198,7 +198,9 @@ class TrainConfig(
     chat_template_kwargs: Mapping[str, Any] | None = row_option(None, data.TEMPLATE_KWARGS_HELP)
     streaming: bool = stream_option(False, "Tokenize and pack --dataset during training, without a cache.")
     bf16: bool | None = memory_option(None, "Compute in bfloat16; false computes bfloat16 checkpoints in float32.")
-    fp16: bool | None = memory_option(None, "Compute in float16; false computes float16 checkpoints in float32.")
+    fp16: bool | None = memory_option(
+        None, "Compute in float16; if false, float16 checkpoints are computed in float32."
+    )
 
     packing: bool = packing_option(True, "Pack several samples into each sequence; false pads samples instead.")
     attn_impl: AttnImpl = memory_option("auto", ATTN_IMPL_HELP)
@@ -241,7 +243,7 @@ class TrainConfig(
         None, "Train for quantization: round inputs and weights of linear layers to these formats."
     )
     qat_group_size: int | None = memory_option(None, "Scale groups of N weights together (--qat with int4).", minimum=1)
-    qat_start_step: int = memory_option(0, "Start the rounding of --qat after N steps.", minimum=0)
+    qat_start_step: int = memory_option(0, "Begin to round weights with --qat after N optimizer steps.", minimum=0)
     fp8: bool = memory_option(False, "Compute the language model's matrix products in float8.")
     use_liger_kernel: bool = memory_option(False, "Use Liger kernels for norms, RoPE and SwiGLU.")
     torch_compile: bool = memory_option(False, "Compile the language model's layers with torch.compile.")
