@@ -227,30 +227,61 @@ def _update(state: Any, sample: EncodedSample, start: int, stop: int, tokens: Me
     state.update(np.ascontiguousarray(sample.input_ids[start:stop], "<i4").data)
 
 
-def _related_rows(rows: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.integer[Any]]]:
-    """Return the position of a related row or question, or -1, for each kind of finding and row, (R,) each."""
-    content, prompt, is_val = rows["content"], rows["prompt"], rows["is_val"]
-    duplicate, val_overlap, conflict = (np.full(len(is_val), -1, np.int64) for _ in range(3))
-    val_rows, train_rows = np.flatnonzero(is_val), np.flatnonzero(~is_val)
-    for in_split in (train_rows, val_rows):
-        _, first, inverse = np.unique(content[in_split], return_index=True, return_inverse=True)
-        first = in_split[first[inverse]]  # the first equal row of each
-        # Not the same row, drawn repeatedly by #2x.
-        is_other = (rows["source"][first] != rows["source"][in_split]) | (rows["row"][first] != rows["row"][in_split])
-        duplicate[in_split[is_other]] = first[is_other]
-    _, first, inverse = np.unique(prompt, return_index=True, return_inverse=True)
-    first = first[inverse]  # the first row with the prompt of each
-    differing = np.flatnonzero(content != content[first])
-    conflict[first[differing[::-1]]] = differing[::-1]  # of that row: the first one that differs
-    conflict = conflict[first]
-    conflict[differing] = first[differing]
-    val_prompts, first = np.unique(prompt[val_rows], return_index=True)
-    train_rows = train_rows[np.isin(prompt[train_rows], val_prompts)]
-    val_overlap[train_rows] = val_rows[first[np.searchsorted(val_prompts, prompt[train_rows])]]
-    return {"val_overlap": val_overlap, _HELD_OUT: rows["question"], "duplicate": duplicate, "conflict": conflict}
-
-
 _HELD_OUT = "held_out_overlap"
+_Rows = Mapping[str, npt.NDArray[Any]]  # columns of ``HASHED_INDEX``, (R,) each
+
+
+def _related_rows(rows: _Rows) -> dict[str, npt.NDArray[np.integer[Any]]]:
+    """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none."""
+    return {
+        "val_overlap": _val_overlaps(rows),
+        "duplicate": _duplicates(rows),
+        "conflict": _conflicts(rows),
+        _HELD_OUT: rows["question"],
+    }
+
+
+def _first_equal(values: npt.NDArray[Any]) -> IntArray:
+    """Return the position of the first equal value, for each of N values, (N,)."""
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    return np.asarray(first[inverse])
+
+
+def _val_overlaps(rows: _Rows) -> IntArray:
+    """Return for each training row the first validation row with its prompt, (R,), or -1."""
+    prompt, is_val = rows["prompt"], rows["is_val"]
+    val_rows = np.flatnonzero(is_val)
+    val_prompts, first = np.unique(prompt[val_rows], return_index=True)
+    overlapping = np.flatnonzero(~is_val & np.isin(prompt, val_prompts))
+    val_overlaps = np.full(len(is_val), -1, np.int64)
+    val_overlaps[overlapping] = val_rows[first[np.searchsorted(val_prompts, prompt[overlapping])]]
+    return val_overlaps
+
+
+def _duplicates(rows: _Rows) -> IntArray:
+    """Return for each row the first row of its split with equal content, (R,); -1 for that first row itself."""
+    content, source, row, is_val = rows["content"], rows["source"], rows["row"], rows["is_val"]
+    duplicates = np.full(len(is_val), -1, np.int64)
+    for in_split in (np.flatnonzero(~is_val), np.flatnonzero(is_val)):
+        first = in_split[_first_equal(content[in_split])]
+        # A row that is drawn repeatedly, as in ``rows.jsonl#2x``, is no duplicate of itself.
+        is_same_row = (source[first] == source[in_split]) & (row[first] == row[in_split])
+        duplicates[in_split] = np.where(is_same_row, -1, first)
+    return duplicates
+
+
+def _conflicts(rows: _Rows) -> IntArray:
+    """Return for each row a row with the same prompt and other content, (R,), or -1.
+
+    This is the first row with the prompt, and for rows equal to that, the first row that differs from it.
+    """
+    first = _first_equal(rows["prompt"])
+    differs = rows["content"] != rows["content"][first]
+    differing = np.flatnonzero(differs)
+    firsts, index = np.unique(first[differing], return_index=True)
+    first_differing = np.full(len(first), -1, np.int64)
+    first_differing[firsts] = differing[index]
+    return np.where(differs, first, first_differing[first])
 
 
 def compare(
@@ -262,22 +293,23 @@ def compare(
     """
     rows, sources = _rows_of(index)
     related = _related_rows(rows)
-    counts = {f"{kind}s": int((others >= 0).sum()) for kind, others in related.items() if others.max(initial=-1) >= 0}
+    is_found = {kind: numbers >= 0 for kind, numbers in related.items()}
+    counts = {f"{kind}s": int(np.count_nonzero(is_found[kind])) for kind in related if is_found[kind].any()}
     lines = [json.dumps({"counts": counts}) + "\n"]
     drops: list[tuple[int, Dropped]] = []
-    dropping = ["val_overlap", _HELD_OUT] * (config.on_overlap == "drop")
-    dropping += ["duplicate"] * (config.on_duplicates == "drop")
-    for i in np.flatnonzero(np.max([*related.values()], axis=0) >= 0).tolist():
+    row_kinds = [kind for kind in related if kind != _HELD_OUT]
+    dropped_kinds = ["val_overlap", _HELD_OUT] if config.on_overlap == "drop" else []
+    dropped_kinds += ["duplicate"] if config.on_duplicates == "drop" else []
+    for i in np.flatnonzero(np.any([*is_found.values()], axis=0)).tolist():
         place = _place(rows, sources, i)
-        numbers = {kind: others[i] for kind, others in related.items() if others[i] >= 0}
-        matches = {kind: _place(rows, sources, number) for kind, number in numbers.items() if kind != _HELD_OUT}
-        if held_out and _HELD_OUT in numbers:
-            matches[_HELD_OUT] = held_out.questions[numbers[_HELD_OUT]]
-        reason = next((kind for kind in matches if kind in dropping), "")
-        if reason:
-            drops.append((int(rows["first"][i]), _dropped(place, reason, matches[reason])))
+        matches = {kind: _place(rows, sources, related[kind][i]) for kind in row_kinds if is_found[kind][i]}
+        if held_out and is_found[_HELD_OUT][i]:
+            matches[_HELD_OUT] = held_out.questions[related[_HELD_OUT][i]]
+        reasons = [kind for kind in matches if kind in dropped_kinds]
+        if reasons:
+            drops.append((int(rows["first"][i]), _dropped(place, reasons[0], matches[reasons[0]])))
         for kind, match in matches.items():
-            lines.append(json.dumps({"kind": kind, **place, "of": match, "dropped": bool(reason)}) + "\n")
+            lines.append(json.dumps({"kind": kind, **place, "of": match, "dropped": bool(reasons)}) + "\n")
     return counts, lines, drops
 
 
