@@ -201,7 +201,8 @@ class ShardedBatch(Batch):
 
     def documents_of(self, positions: Tensor) -> Tensor:
         """The document of the complete sequence that each position (n,) belongs to, int64 (n,)."""
-        ends = torch.tensor(self.lengths, device=positions.device).cumsum(0)
+        # Not created on the device, because the host would wait for all kernels before the copy.
+        ends = torch.tensor(self.lengths).cumsum(0).to(positions.device, non_blocking=True)
         return torch.bucketize(self.index[positions], ends, right=True)
 
     def model_inputs(self) -> dict[str, Any]:

@@ -253,20 +253,24 @@ class _Export:
         if missing:
             return self._unfinished_summary(directory, results, reused, missing)
         ordered = [results[task.number] for task in self.tasks]
-        ordered, self.findings = output_dir.compare_rows(directory, ordered, self.held_out, self.config)
-        manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
-        output_dir.refuse_empty(manifest, ordered, directory)
-        self._publish(directory, lock, manifest, ordered)
-        return self._summary(manifest, ordered, reused, storage.join(directory, DROPPED_NAME))
-
-    def _publish(self, directory: str, lock: DirectoryLock, manifest: Manifest, results: Sequence[TaskResult]) -> None:
-        """Publish the cache, unless another part of the job array publishes it at the same time."""
         try:
-            output_dir.publish_cache(directory, manifest, results, lock.check, self.has_parts)
+            return self._publish(directory, lock, ordered, reused)
         except (StorageError, MismatchError):
             # Two parts that finish at the same time publish the same cache. The slower one fails here, harmlessly.
-            if not self.config.is_part or output_dir.read_published(directory, self.identity, self.sources) is None:
+            published = output_dir.read_published(directory, self.identity, self.sources) if is_part else None
+            if published is None:
                 raise
+            return _summary_of_finished(self.config, directory, published)
+
+    def _publish(
+        self, directory: str, lock: DirectoryLock, results: Sequence[TaskResult], reused: Mapping[int, TaskResult]
+    ) -> ExportSummary:
+        """Compare the rows of all tasks, and publish the cache of those that are kept."""
+        results, self.findings = output_dir.compare_rows(directory, results, self.held_out, self.config)
+        manifest = output_dir.build_manifest(self.identity, self.sources, results)
+        output_dir.refuse_empty(manifest, results, directory)
+        output_dir.publish_cache(directory, manifest, results, lock.check, self.has_parts)
+        return self._summary(manifest, results, reused, storage.join(directory, DROPPED_NAME))
 
     def _unfinished_summary(
         self,

@@ -60,7 +60,7 @@ def recorded(config: ExportConfig) -> dict[str, Any]:
     """Return the settings of hygiene for the identity of a cache; none by default."""
     settings: dict[str, Any] = {name: "drop" for name in POLICIES if getattr(config, name) == "drop"}
     if config.check_against:
-        digests = [sha256_of(spec.path) for spec in sources_of(config, held_out=True)]
+        digests = [sha256_of(spec.path) + spec.settings for spec in sources_of(config, held_out=True)]
         settings["check_against"] = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
     return settings
 

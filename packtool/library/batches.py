@@ -192,7 +192,9 @@ class Batches(Dataset[dict[str, Any]]):
             ends_step = micro_batch + 1 == self._num_micro_batches(epoch, epoch_step)
             step = self._epoch_starts[epoch - self._first_epoch] + epoch_step + (1 if ends_step else 0)
         position = {"micro_batch": self._num_returned, "of_all_ranks": self.rank == "all", "ends_step": ends_step}
-        return {**position, "run": asdict(replace(self._run.state, step=step))}
+        run = asdict(replace(self._run.state, step=step))
+        run["assignments"] = tuple(map(tuple, run["assignments"]))  # plain, for ``torch.load`` with ``weights_only``
+        return {**position, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration start after the last micro-batch that was returned before ``state_dict``.

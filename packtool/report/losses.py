@@ -63,7 +63,7 @@ class RunLosses:
         if np.isnan(self.last).all():
             raise MismatchError(
                 f"{self.run} has no losses of the samples in {', '.join(directories)}",
-                "They are written with the first checkpoint, without --no-sample-losses, for unchanged caches.",
+                "They are written with the first checkpoint, unless --sample-losses is false, for unchanged caches.",
             )
         self.groups = dict(zip(GROUPS, self._groups(), strict=True))
 

@@ -295,7 +295,8 @@ class Pages:
 
     def _loss_figures(self, losses: RunLosses) -> dict[str, Any]:
         """Return losses of the samples shown, in thousandths and -1 for none, and bits of their groups; as base64."""
-        thousandths = [np.nan_to_num(values[self.numbers] * 1000, nan=-1).round() for values in losses.losses.values()]
+        by_epoch = [values[self.numbers] * 1000 for values in losses.losses.values()]
+        thousandths = [np.nan_to_num(values, nan=-1, posinf=1e9).round() for values in by_epoch]
         bits = [np.isin(self.numbers, group) << bit for bit, group in enumerate(losses.groups.values())]
         return {
             "epochs": [*map(_base64, thousandths)],

@@ -562,6 +562,27 @@ def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: 
         run_export(task_index=1, num_tasks=3, max_length=100)
 
 
+@pytest.mark.parametrize("name", ["compare_rows", "publish_cache"])
+def test_parts_that_finish_at_the_same_time(
+    run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The slower part finds that the other one has published the cache and removed the results."""
+    run_export("whole")
+    original = getattr(output_dir, name)
+
+    def publish_first(*args: Any) -> Any:
+        monkeypatch.setattr(output_dir, name, original)
+        run_export(finalize=True)
+        return original(*args)
+
+    run_export(task_index=0, num_tasks=2)
+    monkeypatch.setattr(output_dir, name, publish_first)
+    summary = run_export(task_index=1, num_tasks=2)
+    assert summary.num_missing_shards == 0
+    assert (summary.num_rows, summary.num_samples) == (600, len(CacheReader.open([str(tmp_path / "cache")])))
+    assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
+
+
 def test_a_part_of_a_job_array_may_have_no_rows(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
     first_summary, *_, last = [run_export(task_index=index, num_tasks=15) for index in reversed(range(15))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from itertools import islice
@@ -154,7 +155,10 @@ def test_state_resumes_with_another_number_of_ranks(tiny: TinyWorld) -> None:
     assert ids(pickle.loads(pickle.dumps(one))[0]) == ids(after[0])
     ids_before = [ids(batch) for batch in islice(one, 3)]
     resumed, every = make_batches(1), make_batches(1, "all")
-    resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file))  # by default, it loads only plain values
     assert ids_before + [ids(batch) for batch in resumed] == [ids(batch) for batch in after]
     every.load_state_dict(states[0])
     full = [batch for batch in every if batch["targets"].num_targets]

@@ -152,4 +152,4 @@ def test_options_that_show_different_things(options: list[str], capsys: pytest.C
 def test_a_run_without_losses_says_why(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny.config(tmp_path, gradient_accumulation_steps=16, sample_losses=False), SilentProgress())
     assert run(["inspect", str(tmp_path), "--losses"]) == EXIT_MISMATCH
-    assert "--no-sample-losses" in capsys.readouterr().err
+    assert "unless --sample-losses is false" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -222,7 +222,8 @@ def load_shared_prefixes(
         raise MismatchError(
             "--plan shares prefixes that the caches do not record", "Make it again with packtool plan --save."
         )
-    return SharedPrefixes(reader.index, prefixes, replace(trees, part_placement=cast(PartPlacement, parts or "any")))
+    placements: dict[str, PartPlacement] = {"together": "together", "apart": "apart"}
+    return SharedPrefixes(reader.index, prefixes, replace(trees, part_placement=placements.get(parts, "any")))
 
 
 def part_placement(config: TrainConfig | PlanConfig) -> PartPlacement:
