@@ -229,6 +229,7 @@ def _update(state: Any, sample: EncodedSample, start: int, stop: int, tokens: Me
 
 _HELD_OUT = "held_out_overlap"
 _Rows = Mapping[str, npt.NDArray[Any]]  # columns of ``HASHED_INDEX``, (R,) each
+_Positions = npt.NDArray[np.int64]
 
 
 def _related_rows(rows: _Rows) -> dict[str, npt.NDArray[np.integer[Any]]]:
@@ -241,13 +242,13 @@ def _related_rows(rows: _Rows) -> dict[str, npt.NDArray[np.integer[Any]]]:
     }
 
 
-def _first_equal(values: npt.NDArray[Any]) -> IntArray:
+def _first_equal(values: npt.NDArray[Any]) -> _Positions:
     """Return the position of the first equal value, for each of N values, (N,)."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return np.asarray(first[inverse])
 
 
-def _val_overlaps(rows: _Rows) -> IntArray:
+def _val_overlaps(rows: _Rows) -> _Positions:
     """Return for each training row the first validation row with its prompt, (R,), or -1."""
     prompt, is_val = rows["prompt"], rows["is_val"]
     val_rows = np.flatnonzero(is_val)
@@ -258,7 +259,7 @@ def _val_overlaps(rows: _Rows) -> IntArray:
     return val_overlaps
 
 
-def _duplicates(rows: _Rows) -> IntArray:
+def _duplicates(rows: _Rows) -> _Positions:
     """Return for each row the first row of its split with equal content, (R,); -1 for that first row itself."""
     content, source, row, is_val = rows["content"], rows["source"], rows["row"], rows["is_val"]
     duplicates = np.full(len(is_val), -1, np.int64)
@@ -270,7 +271,7 @@ def _duplicates(rows: _Rows) -> IntArray:
     return duplicates
 
 
-def _conflicts(rows: _Rows) -> IntArray:
+def _conflicts(rows: _Rows) -> _Positions:
     """Return for each row a row with the same prompt and other content, (R,), or -1.
 
     This is the first row with the prompt, and for rows equal to that, the first row that differs from it.
