@@ -298,20 +298,28 @@ def compare(
     counts = {f"{kind}s": int(np.count_nonzero(is_found[kind])) for kind in related if is_found[kind].any()}
     lines = [json.dumps({"counts": counts}) + "\n"]
     drops: list[tuple[int, Dropped]] = []
-    row_kinds = [kind for kind in related if kind != _HELD_OUT]
     dropped_kinds = ["val_overlap", _HELD_OUT] if config.on_overlap == "drop" else []
     dropped_kinds += ["duplicate"] if config.on_duplicates == "drop" else []
     for i in np.flatnonzero(np.any([*is_found.values()], axis=0)).tolist():
         place = _place(rows, sources, i)
-        matches = {kind: _place(rows, sources, related[kind][i]) for kind in row_kinds if is_found[kind][i]}
-        if held_out and is_found[_HELD_OUT][i]:
-            matches[_HELD_OUT] = held_out.questions[related[_HELD_OUT][i]]
+        matches = {}
+        for kind in related:
+            if is_found[kind][i]:
+                matches[kind] = _match(kind, int(related[kind][i]), rows, sources, held_out)
         reasons = [kind for kind in matches if kind in dropped_kinds]
         if reasons:
             drops.append((int(rows["first"][i]), _dropped(place, reasons[0], matches[reasons[0]])))
         for kind, match in matches.items():
             lines.append(json.dumps({"kind": kind, **place, "of": match, "dropped": bool(reasons)}) + "\n")
     return counts, lines, drops
+
+
+def _match(kind: str, number: int, rows: _Rows, sources: Sequence[str], held_out: HeldOut | None) -> dict[str, Any]:
+    """Return the place of the row or held-out question with this number, which ``_related_rows`` returned."""
+    if kind != _HELD_OUT:
+        return _place(rows, sources, number)
+    assert held_out is not None, "no question is found otherwise"
+    return held_out.questions[number]
 
 
 def _rows_of(index: pa.Table) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
