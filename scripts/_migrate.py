@@ -73,9 +73,9 @@ Each configuration is translated with `packtool translate`, then passed to `pack
 - Rows in the format that the example names replace the data.
 
 Settings that distribute a model are planned for eight processes. Optional packages that the examples use (DeepSpeed,
-bitsandbytes, torchao, Liger, Adam-mini, mistral-common, trackers) are installed. In two examples of axolotl,
-`tensor_parallel_size` becomes sequence parallelism: processes divide sequences, not matrices. Batches and, apart from
-rounding, results are the same, and FSDP shards the weights. To repeat the test:
+bitsandbytes, torchao, Liger, Adam-mini, GaLore, APOLLO, mistral-common, trackers) are installed. In two examples of
+axolotl, `tensor_parallel_size` becomes sequence parallelism: processes divide sequences, not matrices. Batches and,
+apart from rounding, results are the same, and FSDP shards the weights. To repeat the test:
 
 ```bash
 scripts/migrate ms-swift LLaMA-Factory axolotl trl --output docs/migration-table.md
