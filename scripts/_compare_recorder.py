@@ -284,14 +284,14 @@ class Recorder:
 
         train, log = PackTrainer._train_micro_batch, PackTrainer.log
 
-        def train_micro_batch(trainer: Any, model: Any, batch: Any, mean: Any) -> Any:
+        def train_micro_batch(trainer: Any, model: Any, batch: Any, *args: Any) -> Any:
             labels = torch.cat([torch.full_like(batch.labels[:, :1], -100), batch.labels[:, :-1]], dim=1)
             bounds = getattr(batch, "cu_seqlens", None)
             if bounds is not None:
                 bounds = bounds[:-1]
             samples = split_batch(batch.input_ids, labels, batch.is_token, None, bounds)
             self.add_batch(self.step_of(trainer), samples)
-            return train(trainer, model, batch, mean)
+            return train(trainer, model, batch, *args)
 
         def write_log(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             log(trainer, logs, *args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Trainer
 
-from scripts._compare_recorder import split_batch
+from packtool.progress import SilentProgress
+from packtool.train.loop.trainer import PackTrainer
+from packtool.train.run import train
+from scripts._compare_recorder import Recorder, split_batch
 from tests.scripts.loading import load_script
+from tests.train.tiny import make_tiny_world
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -31,6 +38,24 @@ def samples_of(lengths: list[int]) -> list[tuple[list[int], list[int]]]:
     starts = [10 * i for i in range(len(lengths))]
     pairs = zip(starts, lengths, strict=True)
     return [(list(range(start, start + length)), [length - 1]) for start, length in pairs]
+
+
+def test_steps_of_packtool_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, names in ((Trainer, ("training_step", "log")), (PackTrainer, ("_train_micro_batch", "log"))):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))  # restores what the recorder replaces
+    tiny, recorder = make_tiny_world(tmp_path), Recorder()
+    recorder.patch_trainer()
+    recorder.patch_packtool()
+    train(tiny.config(tmp_path / "out", max_steps=2), SilentProgress())
+    steps = recorder.result()
+    logs = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["loss"] for step in steps] == [log["loss"] for log in logs if "loss" in log]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["micro_batches"] == 1
+        assert step["grad_norm"] > 0
+        assert all(targets for _, targets in step["samples"])
 
 
 @given(LENGTHS, st.sampled_from(["mask", "numbers", "positions", "boundaries"]))
