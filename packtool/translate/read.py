@@ -75,7 +75,9 @@ def load_config_file(path: str) -> dict[str, Any]:
         value = parse_yaml(text)
     except RecursionError as error:
         raise ConfigError(f"--config {path}: lists and objects nest too deeply") from error
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}", "Give the path of a YAML or JSON file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f"--config {path}: expected names and values, found a {type(value).__name__}")

@@ -78,6 +78,14 @@ def test_empty_file_has_no_values(tmp_path: Path) -> None:
     assert load_config_file(str(file)) == {}
 
 
+def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "none.yaml", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError) as error:
+            load_config_file(str(path))
+        assert error.value.message == f"--config {path}: {reason}"
+        assert error.value.remedy == "Give the path of a YAML or JSON file."
+
+
 def test_command_lines(tmp_path: Path) -> None:
     source = read_command(["NPROC_PER_NODE=8", "swift", "sft", "--model", "m", "--dataset", "a", "b", "--packing=true"])
     assert source == ForeignConfig(
