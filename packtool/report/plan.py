@@ -234,10 +234,8 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         line = f"The first row with --gradient-checkpointing auto --memory-budget {memory}: {layers['min']} to "
         line += f"{layers['max']} of {planned['layers']} layers recompute (median {layers['median']:g}), at most "
         lines.append(f"{line}{planned['recomputed_flops']:.1%} more FLOPs than without; {planned['peak_gib']:.1f} GiB.")
-    if figures["shareable"]:  # fraction of the tokens
-        saving = f"Shared prefixes could save another {figures['shareable']:.0%} of the tokens."
-        advice = "--fit does not consider them; packtool plan --share-prefix true shows their effect on a plan."
-        lines.append(f"{saving} {advice}")
+    if saved := figures["proposals"][0]["token_share_saved"]:
+        lines.append(f"Shared prefixes save {saved:.0%} of the tokens of the first row; tokens/s counts them.")
     return lines
 
 

@@ -13,8 +13,9 @@ import math
 import shlex
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -45,10 +46,10 @@ from packtool.train.prepare.figures import (
     peak_memory_batches,
     tokens_per_micro_batch,
 )
+from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.parallelism import axes_of
 from packtool.train.prepare.result import option_words
-from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 
 MAX_PROPOSALS = 12
 _LENGTH_MULTIPLE = 128
@@ -66,7 +67,8 @@ class Proposal:
     Args:
         micro_batches: those of a rank that may need most memory.
         fill: share of the packs' capacity that samples fill.
-        num_steps, tokens, seconds: of an epoch.
+        num_steps, tokens, seconds: of an epoch; a prefix counts for each of its samples.
+        token_share_saved: share of ``tokens`` that shared prefixes save, 0 to 1.
         memory: of a rank; None before it is traced.
     """
 
@@ -77,6 +79,7 @@ class Proposal:
     num_steps: int
     tokens: int
     seconds: float
+    token_share_saved: float
     memory: MemoryEstimate | None = None
 
     @property
@@ -102,6 +105,7 @@ class Proposal:
             "tokens_per_step": self.tokens / self.num_steps,
             "step_seconds": self.seconds / self.num_steps,
             "tokens_per_second": self.tokens / self.seconds,
+            "token_share_saved": self.token_share_saved,
             "hours": self.seconds * self.run.num_train_epochs / 3600,
             "memory_gib": self.memory.total,
             "command": self.command(world_size, gpus_per_node),
@@ -147,6 +151,14 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     return fit
 
 
+class _Planned(NamedTuple):
+    """The plan of an epoch, and what it was made of."""
+
+    plan: EpochPlan
+    inputs: Inputs
+    media_shares: MediaShares
+
+
 class Fit:
     """Search for settings of a model on caches; caches plans and traces.
 
@@ -164,7 +176,7 @@ class Fit:
         self.hardware = read_hardware(config.hardware)
         model = config.model or exported_model(config.cached_dataset[0])
         # The runs that are compared replace some of these settings.
-        self.base = part_of(TrainConfig, config, model=model, share_prefix="false")
+        self.base = part_of(TrainConfig, config, model=model)
         self.inputs = open_to_train(self.base)
         self.max_length = self.inputs.options.max_length
         _, self.files, self.reader = self.inputs.for_training
@@ -174,7 +186,7 @@ class Fit:
         refuse_unsupported(self._model_config)
         self._media = media_of_caches(self.reader.index, self.files.config)
         # Many runs have the same packs, plan, sequence parallelism, model or traced passes, which are made once.
-        self._packs: dict[int, Any] = {}  # a PackPlan for each packing length
+        self._first_plans: dict[tuple[int, bool], tuple[Inputs, EpochPlan]] = {}
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
@@ -182,11 +194,7 @@ class Fit:
         self._memory: dict[str, MemoryEstimate] = {}  # by the settings of a run, as text
 
     def figures(self) -> dict[str, Any]:
-        """Return the result by its names in JSON; ``shareable`` is the share of tokens shared prefixes would save."""
-        capacity = self.proposals[0].run.packing_length or self.max_length
-        shared, _ = find_shared_prefixes(
-            self.config, self.files.config, self.reader, capacity=capacity, max_length=self.max_length
-        )
+        """Return the result by its names in JSON."""
         return {
             "fit": self.config.fit,
             "budget_gib": self.budget / _GIB,
@@ -194,7 +202,6 @@ class Fit:
             "num_settings": self.num_settings,
             "num_tried": self.num_tried,
             "num_too_large": self.num_tried - len(self.proposals),
-            "shareable": 0.0 if shared is None else shared.saved,
             "proposals": [each.figures(self.config.world_size, self.hardware.gpus_per_node) for each in self.proposals],
             "recomputation": self._recomputation(self.proposals[0]),
         }
@@ -219,8 +226,8 @@ class Fit:
             )
         except UnsupportedModelError:
             return None
-        plan, _ = self._plan(run.packing_length, run.sequence_parallel_ranks)
-        return layers.figures(tokens_per_micro_batch(plan, self.inputs))
+        planned = self._plan(run.packing_length, run.sequence_parallel_ranks)
+        return layers.figures(tokens_per_micro_batch(planned.plan, planned.inputs))
 
     def accepted_runs(self) -> list[TrainConfig]:
         """Return a run for each combination of settings that training accepts; raise a ConfigError if there is none.
@@ -255,16 +262,18 @@ class Fit:
         """Return a run with its estimated time and its peak-memory micro-batches, without an estimate of its memory."""
         num_sharing_ranks = run.sequence_parallel_ranks
         assert run.packing_length is not None
-        plan, media_shares = self._plan(run.packing_length, num_sharing_ranks)
+        plan, inputs, media_shares = self._plan(run.packing_length, num_sharing_ranks)
         time = self._expected_time(run)
+        tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))
         return Proposal(
             run=run,
-            micro_batches=peak_memory_batches(run, plan, self.inputs, media_shares),
+            micro_batches=peak_memory_batches(run, plan, inputs, media_shares),
             axes=self._axes(num_sharing_ranks),
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
-            tokens=plan.packs.num_tokens,
-            seconds=float(time.steps(run, plan, self.reader.index, media_shares).sum()),
+            tokens=tokens,
+            seconds=float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared).sum()),
+            token_share_saved=1 - plan.packs.num_tokens / tokens,
         )
 
     def _expected_time(self, run: TrainConfig) -> ExpectedTime:
@@ -331,20 +340,24 @@ class Fit:
             trace=tracer,
         )
 
-    def _make_plan(self, packing_length: int, size: int) -> tuple[EpochPlan, MediaShares]:
+    def _make_plan(self, packing_length: int, size: int) -> _Planned:
         """Plan the first epoch as training does, and assign its media to the ``size`` ranks that share a pack.
 
-        Packs do not depend on the number of ranks, so they are made once per packing length.
+        Packs do not depend on the number of ranks, so they are made once per packing length, and once more with
+        sequence parallelism, where prefixes are not shared.
         """
-        options = dataclasses.replace(self.inputs.options, packing_length=packing_length)
-        inputs, num_ranks = dataclasses.replace(self.inputs, options=options), self.config.world_size // size
-        shape = BatchShape.of(self.base, num_ranks)
-        if packing_length in self._packs:
-            plan = inputs.assign(self._packs[packing_length], shape)
+        shape = BatchShape.of(self.base, self.config.world_size // size)
+        key = packing_length, size > 1
+        if key in self._first_plans:
+            inputs, first_plan = self._first_plans[key]
+            plan = inputs.assign(first_plan.packs, shape)
         else:
+            config = dataclasses.replace(self.base, packing_length=packing_length, sequence_parallel_size=size)
+            options = dataclasses.replace(self.inputs.options, packing_length=packing_length)
+            inputs = dataclasses.replace(self.inputs, config=config, options=options).prepared()
             plan = inputs.plan_of(0, shape)
-            self._packs[packing_length] = plan.packs
-        return plan, assign_media(self._media, self.files.config, plan, size)
+            self._first_plans[key] = inputs, plan
+        return _Planned(plan, inputs, assign_media(self._media, self.files.config, plan, size))
 
     def _make_model(self, has_deepspeed: bool) -> nn.Module:
         """Return the model without weights, in the precisions of a run; DeepSpeed keeps float32 copies of its own."""

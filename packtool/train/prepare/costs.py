@@ -37,10 +37,11 @@ from packtool.planning.cost import CostModel, ModelSizes, StepTime
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Costs
-from packtool.planning.towers import MediaShares, TowerWork
+from packtool.planning.towers import MediaShares
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.machine import Machine
 from packtool.train.prepare.parallelism import zero_stage
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, tower_work
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 MAX_PARAMETERS = 100_000_000
@@ -129,12 +130,6 @@ def _with_adapter_settings(learning: AdapterOptions) -> AdapterOptions:
     )
 
 
-def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
-    """FLOPs of the media of each sample of a cache, and number of its media."""
-    flops = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
-    return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos + index.num_audios)
-
-
 def sample_costs(cost: CostModel, index: SplitIndex, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:
     """FLOPs of each sample of a cache alone, (N,)."""
     return cost(index.length, cost.attention(index.length), target_tokens, tower_work(cost, index).flops)
@@ -196,10 +191,22 @@ class ExpectedTime:
     gradient_bytes: int
     trained_bytes: int
 
-    def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
-        """Seconds of each step of an epoch, (S,); ``shares`` assigns media to ranks that share a sequence."""
+    def steps(
+        self,
+        config: TrainConfig,
+        plan: EpochPlan,
+        index: SplitIndex,
+        shares: MediaShares,
+        shared: SharedPrefixes | None = None,
+    ) -> Seconds:
+        """Seconds of each step of an epoch, (S,).
+
+        Args:
+            shares: assigns media to ranks that share a sequence.
+            shared: prefixes that the plan computes once; None if it shares none.
+        """
         steps = plan.steps
-        seconds = self._batch_seconds(config, plan, index, shares)  # (C,)
+        seconds = self._batch_seconds(config, plan, index, shares, shared)  # (C,)
         exchange = self.collectives(config)
         # A micro-batch takes no less than the exchange that overlaps with it.
         rank_seconds = steps.rank_sums(np.maximum(seconds, exchange.per_micro_batch))  # (S, ranks)
@@ -209,23 +216,38 @@ class ExpectedTime:
         waiting_seconds = np.maximum(exchange.per_last_backward - hidden_seconds, 0.0)
         return np.asarray(rank_seconds.max(axis=1) + waiting_seconds + exchange.exposed)
 
-    def _batch_seconds(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
+    def _batch_seconds(
+        self,
+        config: TrainConfig,
+        plan: EpochPlan,
+        index: SplitIndex,
+        shares: MediaShares,
+        shared: SharedPrefixes | None,
+    ) -> Seconds:
         """Seconds of each of all C micro-batches of an epoch, (C,), without exchanges of weights."""
         num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
         cost = RunCosts.of(config, self.model).with_recomputation
         times = self._step_time(config, cost)
-        sample_flops = sample_costs(cost, index, index.target_tokens)  # (N,)
-        sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
+        if shared is None:
+            sample_flops, towers = sample_costs(cost, index, index.target_tokens), tower_work(cost, index)  # (N,)
+            sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
+        else:  # what a sample adds to its prefix
+            sample_flops = shared.sample_costs(cost, index.target_tokens)
+            towers = shared.towers(cost, index.target_tokens)
+            sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
+            prefix_work, prefix_attention_work = times.work(shared.shared_tokens, np.zeros(1), num_sharing)
+            sample_work -= prefix_work
+            sample_attention_work -= prefix_attention_work
         # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
         total_flops = _batch_sums(plan, sample_work)
-        tower_flops = _batch_sums(plan, tower_work(cost, index).flops.astype(np.float64))
+        tower_flops = _batch_sums(plan, towers.flops.astype(np.float64))
         language_flops = (total_flops - tower_flops) / num_sharing
         slowest_tower_flops = tower_flops if num_sharing == 1 else _slowest_tower_flops(cost, shares)
         fixed_flops = np.where(total_flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
         computing_seconds = (language_flops + slowest_tower_flops + fixed_flops) / times.flops_per_second
         attention_flops = _batch_sums(plan, sample_attention_work) / num_sharing
         waiting_seconds = times.exposed_seconds(  # every sample is sharded, so attention is local to no rank
-            sharded_tokens=_batch_sums(plan, index.length.astype(np.float64)),
+            sharded_tokens=plan.steps.micro_batch_sums(plan.packs.tokens_per_pack()).astype(np.float64),
             local_attention=np.zeros(len(total_flops)),
             sharded_attention=attention_flops / times.flops_per_second,
         )

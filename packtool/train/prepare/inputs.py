@@ -36,6 +36,7 @@ from packtool.train.prepare.shared_prefixes import (
     find_shared_prefixes,
     load_shared_prefixes,
     part_placement,
+    tower_work,
 )
 
 _MAX_CACHED_PLANS = 2
@@ -105,7 +106,8 @@ class Inputs:
             shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.model, self.reader)
         else:
             shared, no_sharing_reason = self._find_shared_prefixes(self.reader)
-        towers = self.towers if shared is None else shared.towers(self.options.cost, self.targets)
+        cost = self.options.cost
+        towers = tower_work(cost, self.reader.index) if shared is None else shared.towers(cost, self.targets)
         inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, towers=towers)
         if self.recipe is None:
             return inputs

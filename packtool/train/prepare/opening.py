@@ -36,9 +36,10 @@ from packtool.train.prepare.caches import (
     open_caches,
     with_cache_template,
 )
-from packtool.train.prepare.costs import tower_work, with_costs
+from packtool.train.prepare.costs import with_costs
 from packtool.train.prepare.evaluation import with_evaluation
 from packtool.train.prepare.inputs import Inputs, TargetChoices
+from packtool.train.prepare.shared_prefixes import tower_work
 
 _NUM_TARGETS_ORDER: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
 """Order of the loss scales by their number of targets."""

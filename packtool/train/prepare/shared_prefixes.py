@@ -25,11 +25,16 @@ from packtool.planning.prefix_trees import NOTHING, PartPlacement, Prefixes, Pre
 from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing
 from packtool.train.prepare.caches import export_command
-from packtool.train.prepare.costs import tower_work
 
 MIN_SAVING = 0.05
 """The fraction of tokens that ``--share-prefix auto`` must save to share prefixes."""
 _MIN_MENTIONED = 0.01
+
+
+def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
+    """FLOPs of the media of each sample of a cache, and number of its media."""
+    flops = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
+    return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos + index.num_audios)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +53,13 @@ class SharedPrefixes:
     def num_tokens_without_sharing(self) -> int:
         """Tokens of the samples of all trees, if nothing were shared."""
         return int(self.index.length[self.trees.samples].sum(dtype=np.int64))
+
+    @property
+    def shared_tokens(self) -> Int64Array:
+        """Tokens that each sample does not compute itself; int64 (N,)."""
+        shared = np.zeros(len(self.index.length), np.int64)
+        shared[self.trees.samples] = self.trees.shared_tokens
+        return shared
 
     @property
     def saved(self) -> float:
@@ -98,9 +110,7 @@ class SharedPrefixes:
         """FLOPs that each sample adds, (N,); ``target_tokens`` (N,) of full samples."""
         towers = self.towers(cost, target_tokens)
         assert towers.logits is not None, "made with it"
-        lengths = self.index.length.astype(np.int64)
-        shared = np.zeros_like(lengths)
-        shared[self.trees.samples] = self.trees.shared_tokens
+        lengths, shared = self.index.length.astype(np.int64), self.shared_tokens
         return cost(lengths - shared, cost.attention(lengths, shared), towers.logits, towers.flops)
 
     def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:

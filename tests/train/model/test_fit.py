@@ -24,6 +24,8 @@ from packtool.train.model import memory
 from packtool.train.model.fit import MAX_PROPOSALS, Fit, Proposal, find_fit
 from packtool.train.model.memory import CachedTracer, MemoryEstimate
 from packtool.train.prepare.figures import RankTokens
+from packtool.train.prepare.shared_prefixes import find_shared_prefixes
+from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld
 
 GIB = 2**30
@@ -105,6 +107,37 @@ def test_proposal_equals_the_dry_run_of_its_command(
         monkeypatch.setenv(*processes.split("="))
         assert run([*words, "--dry-run", "--hardware", "h100"]) == 0
         assert estimates.pop() == each.memory
+
+
+def test_shared_prefixes_save_time_and_keys_take_memory(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimates_without_traces: None
+) -> None:
+    world = make_alike_world(tiny, tmp_path)
+    options: dict[str, Any] = {"world_size": 2, "packing_length": 256}
+    unshared = Fit(plan_config(world, GIB, share_prefix="false", **options))
+    fit = Fit(plan_config(world, GIB, **options))
+    saved = find_shared_prefixes(fit.base, fit.files.config, fit.reader, capacity=256, max_length=fit.max_length)[0]
+    assert saved is not None
+    for each in fit.accepted_runs():
+        shared, plain = fit.estimate_time(each), unshared.estimate_time(each)
+        assert shared.tokens == plain.tokens
+        assert shared.seconds <= plain.seconds
+        is_split = each.sequence_parallel_ranks > 1
+        assert shared.token_share_saved == pytest.approx(0.0 if is_split else saved.saved)
+        assert [tokens.keys > 0 for tokens in shared.micro_batches] == [not is_split] * len(shared.micro_batches)
+    words = [
+        "plan",
+        world.cache,
+        "--fit",
+        "1GB",
+        "--world-size",
+        "2",
+        "--packing-length",
+        "256",
+        "--share-prefix",
+        "true",
+    ]
+    assert run([*words, "--sequence-parallel-size", "1"]) == 0
 
 
 def test_settings_of_the_user_are_kept(tiny: TinyWorld, estimates_without_traces: None) -> None:

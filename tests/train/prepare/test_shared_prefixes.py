@@ -204,8 +204,6 @@ def test_other_contradictions(alike_world: TinyWorld, tmp_path: Path) -> None:
     assert any("--max-rows-per-tree requires" in problem for problem in off.problems())
     lengths = PlanConfig(lengths="lengths.npy", packing_length=256, share_prefix="true")
     assert any("lengths alone do not show" in problem for problem in lengths.problems())
-    fit = PlanConfig(cached_dataset=(alike_world.cache,), fit=10**10, share_prefix="true")
-    assert any("--fit does not support shared prefixes" in problem for problem in fit.problems())
 
 
 def test_a_model_with_recurrent_layers(alike_world: TinyWorld, tmp_path: Path) -> None:
