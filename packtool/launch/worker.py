@@ -16,18 +16,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, Generic, Self, TypeVar
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 Report = Callable[..., None]
+Message = tuple[str, Any]  # kind ("ready", "progress", "result" or "error") and content
 
 _POLL_S = 0.5
 
@@ -83,6 +82,10 @@ class WorkerDied(Exception):
 class WorkerPool(Generic[Job, Result]):
     """Spawned processes that run one job at a time; a context manager that kills them at its end.
 
+    A thread per process sends jobs to it and receives their results, so that jobs run while the caller does something
+    else. The caller shares only ``SimpleQueue`` with the threads. A KeyboardInterrupt can leave the lock of a future
+    or a condition locked, because Python code releases it, and a thread that needs it would wait forever.
+
     Args:
         num_proc: maximum number of processes.
         make: function of a module, called once in each process as ``make(report, *arguments)``; returns the function
@@ -93,10 +96,8 @@ class WorkerPool(Generic[Job, Result]):
         self.num_proc = num_proc
         self._target = make, arguments
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
-        # A thread waits for each worker, so that jobs run while the caller does something else.
-        self._threads = ThreadPoolExecutor(num_proc)
-        self._progress: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        # Each job with its number and the queue that receives its messages. None ends a thread.
+        self._jobs: SimpleQueue[tuple[int, Job, SimpleQueue[tuple[int, Message]]] | None] = SimpleQueue()
         self._is_ready = False
 
     def __enter__(self) -> Self:
@@ -105,10 +106,9 @@ class WorkerPool(Generic[Job, Result]):
     def __exit__(self, *_: object) -> None:
         for process, _pipe in self._workers:
             process.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for process, pipe in self._workers:
+            self._jobs.put(None)
+        for process, _pipe in self._workers:
             process.join()
-            pipe.close()
         self._workers.clear()
 
     @property
@@ -122,11 +122,11 @@ class WorkerPool(Generic[Job, Result]):
         while len(self._workers) < min(num, self.num_proc):
             pipe, worker_end = context.Pipe()
             process = context.Process(target=_run_worker, args=(*self._target, worker_end), daemon=True)
-            with _worker_start():
+            with _worker_start():  # a signal is handled when the process is in the list, so that it will be killed
                 process.start()
-            worker_end.close()  # so that the pipe is closed when the process ends
-            self._workers.append((process, pipe))
-            self._idle.put(pipe)
+                worker_end.close()  # so that the pipe is closed when the process ends
+                self._workers.append((process, pipe))
+                threading.Thread(target=self._run_jobs, args=(pipe,), daemon=True).start()
 
     def check_ready(self, wait_s: float | None = 0.0) -> None:
         """Raise the error of ``make`` in the first process, if any. Not to be called during ``map``.
@@ -136,7 +136,9 @@ class WorkerPool(Generic[Job, Result]):
         while self._workers and not self._is_ready:
             pipe = self._workers[0][1]
             if pipe.poll(_POLL_S if wait_s is None else wait_s):
-                _receive(pipe)
+                kind, content = _receive(pipe)
+                if kind == "error":
+                    raise content
                 self._is_ready = True
             elif wait_s is not None:
                 return
@@ -153,44 +155,53 @@ class WorkerPool(Generic[Job, Result]):
         """
         remaining_jobs = iter(jobs)
         num_ahead = num_ahead or 2 * self.num_proc
-        pending = deque[Future[Result]]()  # in the order of the jobs
+        num_submitted = num_yielded = 0
+        messages: SimpleQueue[tuple[int, Message]] = SimpleQueue()
+        outcomes: dict[int, Message] = {}  # of jobs that have finished and are not yet yielded
         while True:
-            for job in islice(remaining_jobs, num_ahead - len(pending)):
+            for job in islice(remaining_jobs, num_ahead - (num_submitted - num_yielded)):
                 self.start(len(self._workers) + 1)  # one more, unless all have been started
-                pending.append(self._threads.submit(self._run, job))
-            if not pending:
+                self._jobs.put((num_submitted, job, messages))
+                num_submitted += 1
+            if num_yielded == num_submitted:
                 return
-            awaited = [pending[0]] if in_order else pending
-            # With a timeout, because a signal that another thread receives does not interrupt the wait.
-            finished = wait(awaited, timeout=_POLL_S, return_when=FIRST_COMPLETED).done
-            while report is not None and not self._progress.empty():
-                report(*self._progress.get())
-            for future in finished:
-                pending.remove(future)
-                yield future.result()
+            while not outcomes or (in_order and num_yielded not in outcomes):
+                # With a timeout, because a signal that another thread receives does not interrupt the wait.
+                with contextlib.suppress(Empty):
+                    number, message = messages.get(timeout=_POLL_S)
+                    if message[0] != "progress":
+                        outcomes[number] = message
+                    elif report is not None:
+                        report(*message[1])
+            kind, content = outcomes.pop(num_yielded if in_order else next(iter(outcomes)))
+            if kind == "error":
+                raise content
+            num_yielded += 1
+            yield content
 
-    def _run(self, job: Job) -> Result:
-        """Run a job in the next idle process; called in a thread."""
-        pipe = self._idle.get()
-        try:
-            with contextlib.suppress(OSError):  # the process has ended; messages that it sent before are received next
-                pipe.send(job)
-            while (message := _receive(pipe))[0] != "result":
-                if message[0] == "progress":
-                    self._progress.put(message[1])
-            return message[1]
-        finally:
-            self._idle.put(pipe)
+    def _run_jobs(self, pipe: Connection) -> None:
+        """Run jobs in one process, and pass its messages on; called in a thread."""
+        with pipe:
+            while (item := self._jobs.get()) is not None:
+                number, job, messages = item
+                try:
+                    with contextlib.suppress(OSError):  # the process has ended; its last messages are received next
+                        pipe.send(job)
+                    kind = ""
+                    while kind not in ("result", "error"):
+                        kind, content = _receive(pipe)
+                        if kind != "ready":
+                            messages.put((number, (kind, content)))
+                except Exception as error:  # the job cannot be pickled, or its result cannot be unpickled
+                    messages.put((number, ("error", error)))
 
 
-def _receive(pipe: Connection) -> tuple[str, Any]:
-    """Return the next message of a worker as (kind, content); raise the error that it sent, or WorkerDied."""
+def _receive(pipe: Connection) -> Message:
+    """Return the next message of a worker, or the error WorkerDied if it has ended."""
     try:
-        message: tuple[str, Any] = pipe.recv()
+        message: Message = pipe.recv()
     except (EOFError, OSError):
-        raise WorkerDied from None
-    if message[0] == "error":
-        raise message[1]
+        return "error", WorkerDied()
     return message
 
 
@@ -212,7 +223,7 @@ def _run_worker(make: Callable[..., Callable[[Job], Result]], arguments: tuple[o
         while True:
             job = pipe.recv()
             try:
-                message: tuple[str, Any] = "result", run_job(job)
+                message: Message = "result", run_job(job)
             except Exception as error:
                 message = "error", portable(error)
             pipe.send(message)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
+import signal
 import time
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 
 from packtool.errors import DataError
 from packtool.launch.worker import WorkerDied, WorkerPool
+from tests.waiting import PATIENCE_S
 
 
 def make(report: Callable[..., None], offset: int) -> Callable[[int], int]:
@@ -69,3 +74,29 @@ def test_errors_of_the_start_are_raised_by_check_and_by_map() -> None:
             pool.check_ready(None)
     with WorkerPool[int, int](1, make, -1) as pool, pytest.raises(DataError, match="a negative offset"):
         list(pool.map([1]))
+
+
+def test_jobs_that_cannot_be_pickled_are_errors() -> None:
+    with WorkerPool[object, int](1, make, 0) as pool, pytest.raises(Exception, match="pickle"):
+        list(pool.map([lambda: None]))
+
+
+def _interrupt_repeatedly() -> None:
+    """Interrupt a pool 1,000 times while it runs jobs; the main function of a process."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with WorkerPool[int, int](2, make, 0) as pool:
+        list(pool.map([1, 2]))
+        for i in range(1000):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.00001 * (i % 100))
+                deque(pool.map(itertools.repeat(1)), maxlen=0)
+        assert list(pool.map([1, 2])) == [1, 2]
+
+
+def test_interrupts_do_not_stop_the_pool_from_ending() -> None:
+    """A thread of the pool would wait forever for a lock that the interrupted code holds."""
+    process = multiprocessing.get_context("spawn").Process(target=_interrupt_repeatedly)
+    process.start()
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 0
