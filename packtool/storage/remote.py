@@ -11,10 +11,9 @@ import random
 import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
-from concurrent.futures import Future
-from concurrent.futures import wait as futures_wait
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from packtool.errors import StorageError
 from packtool.storage.faults import is_temporary, storage_error
@@ -36,15 +35,44 @@ _closing = contextlib.AsyncExitStack()
 _inherited: list[object] = []
 
 
-def start(work: Coroutine[Any, Any, T]) -> Future[T]:
+class Request(Generic[T]):
+    """A coroutine that runs on the I/O thread.
+
+    Not a future of ``concurrent.futures``: a KeyboardInterrupt can leave its lock locked, because Python code releases
+    it, and the I/O thread would wait for it forever.
+    """
+
+    task: asyncio.Task[T]
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self.ended: SimpleQueue[asyncio.Task[T]] = SimpleQueue()  # receives the task when it has ended
+        self._loop = loop
+        loop.call_soon_threadsafe(self._begin, work)
+
+    def cancel(self) -> None:
+        """Cancel the coroutine; may be called on any thread, also after its end."""
+        self._loop.call_soon_threadsafe(lambda: self.task.cancel())
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> None:
+        self.task = self._loop.create_task(work)
+        self.task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if not task.cancelled():
+            task.exception()  # asyncio would log an exception that nobody reads
+        self.ended.put(task)
+
+
+def start(work: Coroutine[Any, Any, T]) -> Request[T]:
     """Run a coroutine on the I/O thread of this process, which the first call starts."""
     global _loop
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="packtool-storage", daemon=True).start()
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="packtool-storage", daemon=True).start()
             atexit.register(forget_connections)
-        return asyncio.run_coroutine_threadsafe(work, _loop)
+            _loop = loop  # last, because Ctrl-C may interrupt the lines before
+        return Request(work, _loop)
 
 
 async def connection(key: Hashable, connect: Callable[[], AbstractAsyncContextManager[T]]) -> T:
@@ -67,7 +95,7 @@ def forget_connections() -> None:
         closing, _closing = _closing, contextlib.AsyncExitStack()
         _connections.clear()
         with contextlib.suppress(Exception):
-            start(closing.aclose()).result(_CLOSE_S)
+            start(closing.aclose()).ended.get(timeout=_CLOSE_S)
 
 
 def _after_fork() -> None:
@@ -80,20 +108,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def wait(work: Coroutine[Any, Any, T] | Future[T]) -> T:
+def wait(work: Coroutine[Any, Any, T] | Request[T]) -> T:
     """Wait for a coroutine on the I/O thread and return its result; Ctrl-C cancels it."""
-    future = work if isinstance(work, Future) else start(work)
+    request = work if isinstance(work, Request) else start(work)
     try:
-        # With a timeout, because a signal that another thread receives does not interrupt the wait.
-        while not futures_wait([future], timeout=_POLL_S).done:
-            pass
-        return future.result()
+        while True:
+            # With a timeout, because a signal that another thread receives does not interrupt the wait.
+            with contextlib.suppress(Empty):
+                return request.ended.get(timeout=_POLL_S).result()
     except BaseException:
-        future.cancel()
+        request.cancel()
         raise
 
 
-def result_of(path: str, operation: str, work: Coroutine[Any, Any, T] | Future[T]) -> T:
+def result_of(path: str, operation: str, work: Coroutine[Any, Any, T] | Request[T]) -> T:
     """Wait for a coroutine and return its result; raise every error as a StorageError with path and operation."""
     try:
         return wait(work)
@@ -169,7 +197,7 @@ class RemoteReader(io.RawIOBase):
         self._size, self.tag = first.size, first.tag
         self._blocks: list[tuple[int, bytes]] = [(0, first.data)]
         self._next, self._step = len(first.data), first_block
-        self._ahead: tuple[int, Future[Range]] | None = None
+        self._ahead: tuple[int, Request[Range]] | None = None
 
     def readable(self) -> bool:
         return True
@@ -237,7 +265,7 @@ class RemoteReader(io.RawIOBase):
             return None
         return self._checked(position, ahead[1])
 
-    def _checked(self, begin: int, work: Coroutine[Any, Any, Range] | Future[Range]) -> bytes:
+    def _checked(self, begin: int, work: Coroutine[Any, Any, Range] | Request[Range]) -> bytes:
         """Return the data of a request; raise a StorageError if it comes from another version of the file."""
         block = result_of(self._path, "reading", work)
         if (block.size, block.tag) != (self._size, self.tag) or (not block.data and begin < self._size):

@@ -11,7 +11,6 @@ import ipaddress
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -20,7 +19,17 @@ from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import code_of, is_missing, status_of, storage_error
 from packtool.storage.local import Bounds, FileState
 from packtool.storage.options import StorageOptions, options
-from packtool.storage.remote import Range, check_complete, connection, open_ranges, result_of, start, wait, with_retries
+from packtool.storage.remote import (
+    Range,
+    Request,
+    check_complete,
+    connection,
+    open_ranges,
+    result_of,
+    start,
+    wait,
+    with_retries,
+)
 
 PART_BYTES = 8 * 2**20
 _MAX_PARTS_IN_FLIGHT = 3
@@ -42,7 +51,7 @@ class S3Writer:
         self._buffer = bytearray()
         self._upload: str | None = None
         self._num_begun = 0  # attempts to begin an upload: a lost response leaves an upload whose id is unknown
-        self._in_flight: deque[Future[str]] = deque()
+        self._in_flight: deque[Request[str]] = deque()
         self._part_tags: list[str] = []
         self._object_tag = ""  # of the whole object
         self._num_parts = self._num_bytes = 0
@@ -76,8 +85,8 @@ class S3Writer:
             return
         self._ended = True
         self._buffer = bytearray()
-        for future in self._in_flight:
-            future.cancel()
+        for request in self._in_flight:
+            request.cancel()
         if self._num_begun:
             with suppress(Exception):
                 wait(asyncio.wait_for(self._abort(), _ABORT_S))
@@ -163,7 +172,7 @@ class S3Writer:
 
     async def _abort(self) -> None:
         """Abort this writer's uploads, after its parts have ended: a part that is being uploaded outlives an abort."""
-        await asyncio.gather(*(asyncio.wrap_future(future) for future in self._in_flight), return_exceptions=True)
+        await asyncio.gather(*(request.task for request in self._in_flight), return_exceptions=True)
         if self._upload is not None:
             await self._store.abort_upload(self._object["Bucket"], self._object["Key"], self._upload)
         if self._num_begun > 1 or self._upload is None:

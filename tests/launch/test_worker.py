@@ -15,7 +15,6 @@ import pytest
 
 from packtool.errors import DataError
 from packtool.launch.worker import WorkerDied, WorkerPool
-from tests.waiting import PATIENCE_S
 
 
 def make(report: Callable[..., None], offset: int) -> Callable[[int], int]:
@@ -88,8 +87,10 @@ def _interrupt_repeatedly() -> None:
         list(pool.map([1, 2]))
         for i in range(1000):
             with contextlib.suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.00001 * (i % 100))
+                # Repeated, because Python ignores exceptions in the callbacks of garbage collection.
+                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.00001 * (i % 100), 0.1)
                 deque(pool.map(itertools.repeat(1)), maxlen=0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         assert list(pool.map([1, 2])) == [1, 2]
 
 
