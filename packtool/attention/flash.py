@@ -79,7 +79,7 @@ class FlashKernel(Kernel):
         boundaries = {"cu_seqlens_q": varlen.cu_seqlens, "cu_seqlens_k": keys.cu_seqlens}
         longest = {"max_seqlen_q": varlen.max_seqlen, "max_seqlen_k": keys.max_seqlen}
         # Number of keys before and after a query that it sees; -1 is all of them.
-        window_size = (-1, -1) if window is None else (window - 1, 0)
+        window_size = (-1, -1) if window is None else (window - 1, 0 if varlen.causal else -1)
         options = {"softmax_scale": scale, "causal": varlen.causal, "window_size": window_size}
         if dropout:
             options["dropout_p"] = dropout

@@ -93,7 +93,8 @@ class Varlen:
         cu_seqlens: int32 (S + 1,), starts of the documents and T at the end.
         max_seqlen: tokens of the longest document.
         lengths: the S lengths on the host, if known; saves reading ``cu_seqlens`` back from a GPU.
-        causal: no token sees later ones; False: each sees its complete document, as in the towers of media.
+        causal: no token sees later ones; False: each sees its complete document, as in the towers of media, and in
+            models that see a picture as a whole; with a window, all of it but tokens too far before.
         keys: boundaries of the S documents of keys and values, if these begin before their queries: the queries of
             document i are the last tokens of its keys. None where queries and keys are the same tokens.
     """
@@ -131,7 +132,7 @@ class Varlen:
 
 _QUERY_NAMES = "cu_seq_lens_q", "max_length_q", "document_lengths"
 _KEY_NAMES = "cu_seq_lens_k", "max_length_k", "key_lengths", "key_index"
-_BOUNDARY_NAMES = frozenset((*_QUERY_NAMES, *_KEY_NAMES, "sequence_shard"))
+_BOUNDARY_NAMES = frozenset((*_QUERY_NAMES, *_KEY_NAMES, "sequence_shard", "whole_pictures"))
 _HIDDEN_NAME = "packtool_boundaries"
 
 
@@ -195,7 +196,7 @@ class Kernel(abc.ABC):
             k, v: (T', Hkv, D); Hq is a multiple of Hkv. T' is T unless ``varlen.keys`` is set.
             varlen: boundaries of the documents in q, and with ``keys`` of those in k and v.
             scale: factor on the scores, by default 1 / sqrt(D).
-            window: a query sees itself and at most ``window - 1`` tokens before it.
+            window: a query sees at most ``window - 1`` tokens before it.
             dropout: probability with which an attention weight is zeroed; for kernels with ``has_dropout``.
         """
         if dropout and not self.has_dropout:

@@ -30,6 +30,7 @@ from packtool.attention.recurrent import (
     restore_recurrent_layers,
     set_recurrent_ranks,
 )
+from packtool.batch.batch import WholePictures
 from packtool.errors import ConfigError, UnsupportedModelError
 
 ATTENTION_NAME = "packtool"
@@ -153,6 +154,7 @@ def packed_attention(
             ``document_lengths`` (host integers). If documents share prefixes, also ``key_index`` int64 (T',), for each
             document the tokens of its prefix and its own, with their boundaries ``cu_seq_lens_k``, ``max_length_k`` and
             optionally ``key_lengths``. If ranks share the sequence, ``sequence_shard`` and ``parallel`` instead.
+            ``whole_pictures``, or None: pictures whose tokens see each other in both directions.
             ``impl``, a value of ``--attn-impl``; ``kernel`` or, for a shard, ``blocks`` overrides it.
             ``sliding_window``, or None.
 
@@ -210,7 +212,18 @@ def _attend_documents(
         head_dim = max(q.shape[-1], v.shape[-1])
         impl = kwargs.get("impl", AUTO)
         kernel = choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=head_dim)
-    return kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout)
+    attend = partial(kernel.attend, scale=scaling, window=window, dropout=dropout)
+    out = attend(q, k, v, varlen)
+    pictures: WholePictures | None = kwargs.get("whole_pictures")
+    if pictures is None or (pictures.only_windows and window is None):
+        return out
+    # Causal attention is wrong only for tokens of pictures: these see all keys up to the end of their picture.
+    of_pictures = pictures.keys(window, q.device)
+    keys = Varlen(of_pictures.cu_seqlens_k, max(of_pictures.key_lengths), of_pictures.key_lengths)
+    queries = Varlen(of_pictures.cu_seqlens, max(of_pictures.lengths), of_pictures.lengths, causal=False, keys=keys)
+    k, v = GatherTokens.apply(of_pictures.keys, k, v)
+    out_of_pictures = attend(q.index_select(0, of_pictures.queries), k, v, queries)
+    return out.index_copy(0, of_pictures.queries, out_of_pictures)
 
 
 class GatherTokens(torch.autograd.Function):

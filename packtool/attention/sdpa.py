@@ -33,7 +33,7 @@ class SdpaKernel(Kernel):
         for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.key_boundaries.documents(len(k)), strict=True):
             # (1, H, T, D) each.
             query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
-            for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, q.device):
+            for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, varlen.causal, q.device):
                 heads = query[:, :, queries], key[:, :, keys], value[:, :, keys]
                 causal, has_groups = mask is None and varlen.causal, q.shape[1] != k.shape[1]
                 out = F.scaled_dot_product_attention(*heads, mask, dropout, causal, scale=scale, enable_gqa=has_groups)
@@ -42,19 +42,20 @@ class SdpaKernel(Kernel):
 
 
 def _blocks(
-    num_queries: int, num_keys: int, window: int | None, device: torch.device
+    num_queries: int, num_keys: int, window: int | None, causal: bool, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Split one document into blocks, each computed in one call: yield its slices of queries and keys, and its mask.
 
     The last query and the last key are the same token. The mask, bool (queries, keys), is True where a query sees a
-    key, and None for the plain causal attention of a document without a window and a shared prefix, in one block.
+    key. It is None in one block for the whole document: with causal attention without a window and a shared prefix, and
+    without both where every query sees every key.
 
     Other documents are split, so that memory for masks grows with document length times block size, not with the
     square of the length.
     """
     if window is not None and num_keys <= window:
         window = None  # every query sees all keys up to its own
-    if window is None and num_queries == num_keys:
+    if window is None and (num_queries == num_keys or not causal):
         yield slice(0, num_queries), slice(0, num_keys), None
         return
     prefix_length = num_keys - num_queries  # tokens that have keys and no queries
@@ -63,17 +64,18 @@ def _blocks(
         stop = min(start + block_size, num_queries)
         # Positions, and indexes of keys, are counted from the start of the prefix.
         first_position, end_position = prefix_length + start, prefix_length + stop
+        end_key = end_position if causal else num_keys
         first_key = 0 if window is None else max(0, first_position - window + 1)  # that the first query sees
         query_positions = torch.arange(first_position, end_position, device=device)
-        key_positions = torch.arange(first_key, end_position, device=device)
-        yield slice(start, stop), slice(first_key, end_position), _mask(query_positions, key_positions, window)
+        key_positions = torch.arange(first_key, end_key, device=device)
+        yield slice(start, stop), slice(first_key, end_key), _mask(query_positions, key_positions, window, causal)
 
 
-def _mask(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Return bool (queries, keys): True where a key is neither after its query nor outside of the query's window."""
+def _mask(query_positions: Tensor, key_positions: Tensor, window: int | None, causal: bool) -> Tensor:
+    """Return bool (queries, keys): True where a key is in the query's window and, if causal, not after the query."""
     queries = query_positions.unsqueeze(1)
     keys = key_positions.unsqueeze(0)
-    mask = keys <= queries
+    mask = keys <= queries if causal else torch.ones_like(keys <= queries)
     if window is not None:
         mask &= keys > queries - window
     return mask

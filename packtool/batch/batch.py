@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Batch(Movable):
         position_ids: (4, B, T) as [text, t, h, w] for M-RoPE models, else (B, T); int64, or float32 for fractions.
         media: inputs of the towers, by the name of the model's argument, in the order of their placeholder tokens:
             ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``,
-            ``input_features`` and ``feature_attention_mask``.
+            ``input_features`` and ``feature_attention_mask``; and ``Family.token_types``, int64 (B, T).
         towers: for each tower that runs, inputs that it would otherwise compute on the device.
         target_positions: int64 (N,), positions of the N labels other than -100 in the flattened micro-batch, ascending.
         loss_weights: float32 (B, T), of each label, shifted like them, or None if all weigh 1.
@@ -110,6 +111,79 @@ def target_positions(labels: Tensor) -> Tensor:
     return (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
 
 
+class PictureKeys(NamedTuple):
+    """Queries and keys of attention, one document for each picture.
+
+    Args:
+        lengths, key_lengths: tokens and keys of each picture.
+        queries: int64 (N,), positions of the pictures' tokens in the sequence.
+        keys: int64 (M,), for each picture the keys that its tokens see, as indexes into the keys of all documents.
+        cu_seqlens, cu_seqlens_k: int32 (pictures + 1,), boundaries of the pictures among ``queries`` and ``keys``.
+    """
+
+    lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    queries: Tensor
+    keys: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+
+
+class WholePictures:
+    """Pictures of a packed sequence whose tokens see each other in both directions.
+
+    Args:
+        spans: start and end of each picture's tokens in the sequence, ascending; none crosses a document's boundary.
+        lengths, key_lengths: tokens and keys of each document.
+        only_windows: whether only layers with a sliding window see pictures in this way.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+        key_lengths: Sequence[int],
+        *,
+        only_windows: bool,
+    ) -> None:
+        self.only_windows = only_windows
+        self._spans = spans
+        # Of each document: its end among the tokens, its start among the keys, and its end there.
+        ends = list(accumulate(lengths))
+        key_ends = list(accumulate(key_lengths))
+        self._documents = list(zip(ends, [0, *key_ends], key_ends, strict=False))
+        self._keys: dict[tuple[int | None, torch.device], PictureKeys] = {}
+
+    def keys(self, window: int | None, device: torch.device) -> PictureKeys:
+        """Return queries and keys of the pictures; computed once per window, for all layers of a micro-batch.
+
+        A picture's tokens see all keys of their document up to the picture's end, but only ``window - 1`` before
+        themselves.
+        """
+        if (window, device) not in self._keys:
+            self._keys[window, device] = self._compute_keys(window, device)
+        return self._keys[window, device]
+
+    def _compute_keys(self, window: int | None, device: torch.device) -> PictureKeys:
+        queries, keys = [], []
+        documents = iter(self._documents)
+        end, key_start, key_end = next(documents)
+        for start, stop in self._spans:
+            while stop > end:
+                end, key_start, key_end = next(documents)
+            shift = key_end - end  # by which the index of a token among the keys exceeds that in the sequence
+            first_key = key_start if window is None else max(key_start, start + shift - window + 1)
+            queries.append(torch.arange(start, stop))
+            keys.append(torch.arange(first_key, stop + shift))
+        lengths, key_lengths = tuple(map(len, queries)), tuple(map(len, keys))
+        boundaries = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, key_lengths)]
+        # Not created on the device, because the host would wait for all kernels before the copy.
+        on_device = [
+            tensor.to(device, non_blocking=True) for tensor in (torch.cat(queries), torch.cat(keys), *boundaries)
+        ]
+        return PictureKeys(lengths, key_lengths, *on_device)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedBatch(Batch):
     """Documents laid end to end in one sequence, without padding.
@@ -117,10 +191,12 @@ class PackedBatch(Batch):
     Args:
         cu_seqlens: int32 (S + 1,), starts of the S documents and T at the end.
         lengths: the S lengths on the host.
+        pictures: pictures whose tokens see each other in both directions; None if there are none.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
+    pictures: WholePictures | None = None
 
     @property
     def index(self) -> Tensor:
@@ -139,7 +215,8 @@ class PackedBatch(Batch):
         """Keyword arguments of the forward, with boundaries by the names of transformers' attention functions."""
         boundaries = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seqlens)
         longest = dict.fromkeys(("max_length_q", "max_length_k"), max(self.lengths))
-        return super().model_inputs() | boundaries | longest | {"document_lengths": self.lengths}
+        inputs = super().model_inputs() | boundaries | longest | {"document_lengths": self.lengths}
+        return inputs if self.pictures is None else inputs | {"whole_pictures": self.pictures}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

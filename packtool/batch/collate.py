@@ -23,6 +23,7 @@ its samples alone, and its label has the sum of the weights that it has in them:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import PackedBatch, PaddedBatch, TreeBatch, target_positions
+from packtool.batch.batch import PackedBatch, PaddedBatch, TreeBatch, WholePictures, target_positions
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
-from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, sample_positions
+from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, TOKEN_TYPES, sample_positions
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, slice_sample
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
@@ -69,7 +70,29 @@ def collate_packs(
         num_padding=num_padding,
         cu_seqlens=_cu_seqlens(lengths),
         lengths=lengths,
+        pictures=find_pictures(input_ids, spec, lengths),
     )
+
+
+def find_pictures(
+    input_ids: npt.NDArray[np.int64], spec: InputSpec, lengths: Sequence[int], key_lengths: Sequence[int] | None = None
+) -> WholePictures | None:
+    """Return the pictures of a packed sequence whose tokens see each other in both directions; None without any.
+
+    Args:
+        input_ids: (T,).
+        lengths, key_lengths: tokens and keys of the documents; by default, keys are the tokens.
+    """
+    if not spec.whole_pictures:
+        return None
+    is_picture = np.isin(input_ids, list(spec.pad_ids.values()))
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    is_start = np.append(True, (np.diff(is_picture) != 0) | (np.diff(document) != 0))
+    bounds = [*np.flatnonzero(is_start).tolist(), len(input_ids)]
+    spans = [(start, stop) for start, stop in pairwise(bounds) if is_picture[start]]
+    if not spans:
+        return None
+    return WholePictures(spans, lengths, key_lengths or lengths, only_windows=spec.whole_pictures == "windows")
 
 
 def collate_padded(
@@ -135,6 +158,11 @@ def batch_fields(
     """
     id_rows = _as_rows(input_ids)
     label_rows = _as_rows(labels)
+    if spec.family.token_types:
+        token_types = torch.zeros_like(id_rows)
+        for kind, pad_id in spec.pad_ids.items():
+            token_types[id_rows == pad_id] = TOKEN_TYPES[kind]
+        media = media | {spec.family.token_types: token_types}
     return {
         "input_ids": id_rows,
         "labels": label_rows,
@@ -328,9 +356,12 @@ def collate_tree(
     positions = _node_positions(samples, nodes, spec)
     positions += [sample_positions(document, spec) for document in fillers]
     parents = [node.parent for node in nodes] + [ROOT] * len(fillers)
+    token_fields = _tree_token_fields(documents, samples, nodes, spec, media)
+    key_fields = _key_fields(parents, lengths)
     return TreeBatch(
-        **_tree_token_fields(documents, samples, nodes, spec, media),
-        **_key_fields(parents, lengths),
+        **token_fields,
+        **key_fields,
+        pictures=find_pictures(token_fields["input_ids"][0].numpy(), spec, lengths, key_fields["key_lengths"]),
         position_ids=joined_positions(positions, spec),
         num_samples=len(samples),
         num_padding=num_padding,

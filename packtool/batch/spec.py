@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
@@ -90,6 +90,14 @@ class InputSpec:
     def has_mrope(self) -> bool:
         """True if its position ids have four rows [text, t, h, w]."""
         return self.has_vision and self.family.positions != "counted"
+
+    @property
+    def whole_pictures(self) -> Literal["", "all", "windows"]:
+        """The layers in which the tokens of a picture see each other in both directions."""
+        text_config: Any = self.config.get_text_config()
+        layers = self.family.whole_pictures
+        is_set = getattr(text_config, "use_bidirectional_attention", None) == "vision"
+        return "" if layers == "windows" and not is_set else layers
 
     @property
     def has_audio(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +100,20 @@ def test_documents_do_not_attend_to_each_other(name: str) -> None:
     after = KERNELS[name].attend(*changed, varlen)
     assert torch.equal(before[:5], after[:5])
     assert not torch.equal(before[5:], after[5:])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 1000])
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_pictures_see_all_keys_up_to_their_end(name: str, window: int | None) -> None:
+    """Queries at the end of longer keys, in both directions; a window bounds what lies before a query only."""
+    varlen, index = tree_varlen([-1, 0, 0, -1], [13, 6, 1, 9])
+    heads = [tensor.detach() for tensor in random_heads(29, 4, 2, 16)]
+    heads = [heads[0], *(tensor[index] for tensor in heads[1:])]
+    check_kernel(KERNELS[name], heads, dataclasses.replace(varlen, causal=False), window=window)
+    if name == "sdpa":
+        heads = [tensor.requires_grad_() for tensor in heads]
+        check_kernel(KERNELS[name], heads, dataclasses.replace(varlen, causal=False), window=window)
 
 
 def test_values_may_have_smaller_heads_than_keys() -> None:

@@ -233,8 +233,8 @@ def test_moving_a_batch_keeps_all_fields(kind: type, vision: InputSpec) -> None:
 
 
 def test_unknown_multimodal_families_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}, "text_config": {}}')
-    with pytest.raises(ConfigError, match="gemma3"):
+    (tmp_path / "config.json").write_text('{"model_type": "paligemma", "vision_config": {}, "text_config": {}}')
+    with pytest.raises(ConfigError, match="paligemma"):
         InputSpec.load(str(tmp_path), MediaLimits())
     for name in VISION_MODELS:
         reduced_config(name).save_pretrained(tmp_path)

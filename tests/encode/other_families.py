@@ -94,7 +94,8 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
         return t.PixtralProcessor(images, tokenizer(**names), patch_size=14, spatial_merge_size=2)
     if family == "gemma3":
         names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-        return t.Gemma3Processor(t.Gemma3ImageProcessor(), tokenizer(**names), image_seq_length=9)
+        images = t.Gemma3ImageProcessor(size={"height": 84, "width": 84})
+        return t.Gemma3Processor(images, tokenizer(**names), image_seq_length=9)
     if family == "llava_next":
         images = t.LlavaNextImageProcessor(
             size={"shortest_edge": 56},
@@ -139,7 +140,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "idefics3": {"vision_config": _SEES | {"model_type": "idefics3_vision"}, "scale_factor": 2},
     "smolvlm": {"vision_config": _SEES | {"model_type": "smolvlm_vision"}, "scale_factor": 2},
-    "gemma3": {"vision_config": _SEES | {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 9},
+    # Its window is narrower than a picture.
+    "gemma3": {
+        "vision_config": _SEES | {"model_type": "siglip_vision_model", "image_size": 84, "vision_use_head": False},
+        "text_config": _TEXT
+        | {"model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        "mm_tokens_per_image": 9,
+    },
 }
 
 

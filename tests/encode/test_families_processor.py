@@ -124,7 +124,7 @@ def test_videos_are_dropped_with_a_reason(family_processor: tuple[str, Path, Any
     (dropped,) = cached_encoder(directory).encode([sample])
     assert isinstance(dropped, Dropped)
     reasons = {
-        "gemma3": "supports only pictures",
+        "gemma3": "does not support videos",
         "llava_next": "does not support videos",
         "idefics3": "Idefics 3 does not",
     }

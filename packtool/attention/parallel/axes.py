@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from packtool.config.packing import ParallelOptions
-from packtool.encode.families import FAMILIES, text_config_of, thinker_of
+from packtool.encode.families import FAMILIES, family_of, text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
 KvExchange = Literal["ring", "allgather"]
@@ -79,9 +79,15 @@ def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, 
 
     Raises:
         ConfigError: if this number of ranks cannot share the heads of the model's gated delta nets evenly.
-        UnsupportedModelError: for other recurrent layers, and for dropout.
+        UnsupportedModelError: for other recurrent layers, dropout, and attention in both directions within pictures.
     """
     text = text_config_of(config)
+    if family_of(config).whole_pictures:
+        raise UnsupportedModelError(
+            f"--sequence-parallel-size: tokens of a picture of a {config.get('model_type')} model attend to each other "
+            "in both directions, which sequences that several processes share cannot",
+            "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
+        )
     if "linear_attention" in (text.get("layer_types") or ()):
         _refuse_recurrent_layers(str(thinker_of(config).get("model_type")), text, num_ranks)
     if trained and text.get("attention_dropout"):

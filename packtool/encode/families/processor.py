@@ -546,13 +546,14 @@ FAMILIES: tuple[Family, ...] = (
         no_videos="the number of tokens of a video depends on the content of its frames",
     ),
     _family("ViP-LLaVA", "vipllava"),
+    _family("Gemma 3", "gemma3", projector=("tower text",), whole_pictures="all", token_types="token_type_ids"),
 )
 
 
 UNPROVEN = "packed training has not been verified for it"
 _REFUSED_TYPES = {
     "tokens of a picture attend to each other in both directions, and packed attention is causal": (
-        "diffusion_gemma gemma3 gemma4 gemma4_unified molmo2 paligemma pi0 shieldgemma2"
+        "diffusion_gemma gemma4 gemma4_unified molmo2 paligemma pi0 shieldgemma2"
     ),
     "its text attends to pictures by cross-attention, which would include those of other samples in a pack": (
         "evolla idefics mllama"

@@ -317,6 +317,10 @@ class Family:
         positions: input of the model's ``get_rope_index`` besides the grids: the kind of each token
             (``token_types``) or the lengths of sounds (``sound_seconds``). ``counted``: positions of a model with
             pictures are those of a text, 0, 1, 2, ...
+        whole_pictures: layers in which the tokens of a picture see each other in both directions: ``all``, or
+            ``windows``: those with a sliding window, if ``config.json`` sets this; "" if every token sees only earlier
+            ones.
+        token_types: argument of its forward with the kind of each token, by which transformers finds these pictures.
         processor_inputs: arguments of its forward that its own processor may produce for pictures; empty if the tower
             takes patches and a grid.
         keeps_bounds: whether all pictures and videos are resized to the bounds of the processor's settings.
@@ -347,6 +351,8 @@ class Family:
     image_marks: tuple[str, str] = ("vision_start_token_id", "vision_end_token_id")
     sound_marks: tuple[str, str] = ("audio_start_token_id", "audio_end_token_id")
     positions: Literal["token_types", "sound_seconds", "counted"] = "token_types"
+    whole_pictures: Literal["", "all", "windows"] = ""
+    token_types: str = ""
     processor_inputs: tuple[str, ...] = ()
     keeps_bounds: bool = False
     videos_as_pictures: bool = False

@@ -34,8 +34,8 @@ from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Grad
 from packtool.attention.parallel.mesh import AbsentRanks, SequenceParallel
 from packtool.attention.recurrent import set_recurrent_ranks
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
-from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
-from packtool.batch.media import large_processed
+from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch, WholePictures
+from packtool.batch.media import blank_processed, large_processed
 from packtool.batch.shard import FeatureRoute, SequenceShard, SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
@@ -157,11 +157,12 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     if axes.ring_size * axes.ulysses_size > 1:
         shard = _traced_shard(tokens, axes, num_tokens)
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
+    num_keys = max(tokens.keys, num_tokens)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
+    fields["pictures"] = _traced_pictures(spec, fields["input_ids"], num_keys)
     if tokens.keys == 0:  # without shared prefixes
         return PackedBatch(**fields)
     # Keys of a shared prefix are repeated for each of its documents, so there are more keys than tokens.
-    num_keys = max(tokens.keys, num_tokens)
     return TreeBatch(
         **fields,
         key_index=torch.arange(num_keys) % num_tokens,
@@ -171,6 +172,17 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         sample_targets=torch.stack((torch.zeros(num_targets, dtype=torch.int64), torch.arange(num_targets))),
         sample_ends=(0,),  # the only document ends the only sample
     )
+
+
+def _traced_pictures(spec: InputSpec, input_ids: Tensor, num_keys: int) -> WholePictures | None:
+    """Return pictures of usual size for the placeholder tokens at the beginning of ``input_ids`` (1, T)."""
+    num_placeholders = int((input_ids == spec.pad_ids["image"]).sum()) if spec.whole_pictures else 0
+    if not num_placeholders:
+        return None
+    size, _ = blank_processed(spec)
+    spans = [(start, min(start + size, num_placeholders)) for start in range(0, num_placeholders, size)]
+    only_windows = spec.whole_pictures == "windows"
+    return WholePictures(spans, [input_ids.shape[1]], [num_keys], only_windows=only_windows)
 
 
 def _batch_fields(spec: InputSpec, tokens: RankTokens, num_tokens: int, num_targets: int) -> dict[str, Any]:
