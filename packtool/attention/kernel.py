@@ -131,7 +131,7 @@ class Varlen:
 
 
 _QUERY_NAMES = "cu_seq_lens_q", "max_length_q", "document_lengths"
-_KEY_NAMES = "cu_seq_lens_k", "max_length_k", "key_lengths", "key_index"
+_KEY_NAMES = "cu_seq_lens_k", "max_length_k", "key_lengths", "key_index", "document_parents"
 _BOUNDARY_NAMES = frozenset((*_QUERY_NAMES, *_KEY_NAMES, "sequence_shard", "whole_pictures"))
 _HIDDEN_NAME = "packtool_boundaries"
 

@@ -12,13 +12,18 @@ flash-linear-attention and causal-conv1d use them. Without the first, 5.17 leaks
 in both unless the caller passes ``seq_idx``, which the models do not [read in modeling_qwen3_5 and hub_kernels]. So
 each layer is *tried* once per device: if a change of one document changes the other at all, or the two differ from
 their outputs alone, every document is run through the layer on its own.
+
+Documents that continue a shared prefix (``batch.prefix_tree``) start where it ends: each is given the state and the
+last tokens before the convolution, as transformers' caches keep them while text is generated. A layer is tried first:
+if a document in two parts differs from itself complete, documents are run with their complete prefixes instead.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
 from packtool.attention.parallel.delta_nets import RunIsolated, run_sharded
+from packtool.batch.prefix_tree import ROOT
 from packtool.encode.families import FAMILIES
-from packtool.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from packtool.attention.parallel.mesh import SequenceParallel
@@ -50,7 +55,9 @@ _TRIAL_LENGTHS = (70, 9)
 _TRIAL_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Allowed difference between a packed document and itself alone (sums in another order), relative to the maximum."""
 
-_trial_results: dict[tuple[type, str, torch.dtype], bool] = {}
+_Forward = Callable[..., Tensor]
+_Trial = Callable[[_Forward, Tensor], bool]
+_trial_results: dict[tuple[_Trial, type, str, torch.dtype], bool] = {}
 
 
 def isolate_recurrent_layers(model: nn.Module) -> int:
@@ -93,17 +100,13 @@ def _isolated_forward(
 ) -> Tensor:
     """Replace a recurrent layer's forward: run it on a packed sequence, (1, T, hidden), and return the same shape.
 
-    ``kwargs`` has ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally ``document_lengths``; or, for a
-    sequence that ranks share, a ``sequence_shard``. Calls in which documents could see each other are refused.
+    ``kwargs`` has ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally ``document_lengths``, and with
+    shared prefixes ``document_parents`` (see ``TreeBatch``); or, for a sequence that ranks share, a ``sequence_shard``.
+    Calls in which documents could see each other are refused.
     """
     name = type(layer).__name__
     parallel: Any = getattr(layer, _PARALLEL_ATTRIBUTE, None)
     kwargs = reveal_boundaries(kwargs)  # which ``hide_boundaries`` hides from torch.compile
-    if kwargs.get("key_index") is not None:
-        raise UnsupportedModelError(
-            f"{name} carries a state along the row, which documents cannot take over from a prefix that they share",
-            "Compute each sample of this model with its whole prefix.",
-        )
     refuse_leaks(layer, hidden_states, attention_mask, kwargs, parallel)
     if cache_params is not None:
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
@@ -113,7 +116,78 @@ def _isolated_forward(
     if shard is not None:
         return _run_shard(layer, hidden_states, shard, parallel, run)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
+    if (parents := kwargs.get("document_parents")) is not None:
+        return _run_trees(layer, hidden_states, varlen.host_lengths(), parents, run)
     return run(_class_forward(layer), hidden_states, varlen)
+
+
+class _PrefixState:
+    """The state in which a document leaves a layer, and from which others continue: transformers' cache of one layer.
+
+    Args:
+        before: the state in which the document begins; None for an empty one.
+    """
+
+    def __init__(self, before: _PrefixState | None = None) -> None:
+        self._inputs: Tensor | None = None if before is None else before._inputs  # last inputs of the convolution
+        self._state: Tensor | None = None if before is None else before._state  # of the recurrence
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Tensor | None:
+        return self._inputs
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | None:
+        return self._state
+
+    def is_recording_past(self, *_: Any) -> bool:
+        """True: the convolution must not update its inputs in place, as it does for a generated token."""
+        return True
+
+    def update_conv_state(self, inputs: Tensor, *_: Any, conv_kernel_size: int) -> Tensor:
+        """Return the inputs (1, C, T) of the convolution behind those that it still needs of the prefix."""
+        inputs = inputs if self._inputs is None else torch.cat([self._inputs, inputs], dim=-1)
+        self._inputs = inputs[..., 1 - conv_kernel_size :]
+        return inputs
+
+    def update_recurrent_state(self, state: Tensor, *_: Any) -> None:
+        self._state = state
+
+
+def _run_trees(
+    layer: nn.Module, hidden_states: Tensor, lengths: Sequence[int], parents: Sequence[int], run: RunIsolated
+) -> Tensor:
+    """Run a layer on documents (1, T, hidden), each of which continues its parent, an earlier one, or is a ``ROOT``."""
+    forward = _class_forward(layer)
+    paths: list[list[Tensor]] = []  # of each document, the tokens of all documents from the root down to it
+    for (start, stop), parent in zip(pairwise(accumulate(lengths, initial=0)), parents, strict=True):
+        tokens = hidden_states[:, start:stop]
+        paths.append([tokens] if parent == ROOT else [*paths[parent], tokens])
+    outs: dict[int, Tensor] = {}
+    if _try_once(_continues_states, layer, hidden_states):
+        outs = _run_from_states(forward, paths, parents)
+    # All other documents do not depend on each other.
+    others = {number: torch.cat(paths[number], dim=1) for number in range(len(lengths)) if number not in outs}
+    if others:
+        varlen = Varlen.of_lengths([tokens.shape[1] for tokens in others.values()], hidden_states.device)
+        out = run(forward, torch.cat(list(others.values()), dim=1), varlen)
+        for number, document in zip(others, varlen.documents(out.shape[1]), strict=True):
+            outs[number] = out[:, document][:, -lengths[number] :]
+    return torch.cat([outs[number] for number in range(len(lengths))], dim=1)
+
+
+def _run_from_states(forward: _Forward, paths: Sequence[Sequence[Tensor]], parents: Sequence[int]) -> dict[int, Tensor]:
+    """Run a layer on the documents of trees, each from the state of its parent; return their outputs by number."""
+    outs: dict[int, Tensor] = {}
+    states: dict[int, _PrefixState] = {}
+    for number, (path, parent) in enumerate(zip(paths, parents, strict=True)):
+        if parent == ROOT and number not in parents:
+            continue  # in no tree
+        tokens, before = path[-1], states.get(parent)
+        if tokens.shape[1] == 1:
+            # A single token that continues a state would take a kernel for generation, which may have no gradient.
+            tokens, before = torch.cat(list(path), dim=1), None
+        states[number] = _PrefixState(before)
+        outs[number] = forward(tokens, cache_params=states[number])[:, -path[-1].shape[1] :]
+    return outs
 
 
 def _run_shard(
@@ -130,24 +204,51 @@ def _run_shard(
     return torch.cat(outs, dim=1)
 
 
-def _class_forward(layer: nn.Module) -> Callable[..., Tensor]:
+def _class_forward(layer: nn.Module) -> _Forward:
     """Return the forward of the layer's class, which the instance's forward replaces."""
     return partial(type(layer).forward, layer)
 
 
-@torch.no_grad()
 def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
     """Test once per class, device and type of ``like`` (..., hidden) whether a layer's forward respects boundaries."""
-    key = type(layer), like.device.type, like.dtype
+    return _try_once(_respects_boundaries, layer, like)
+
+
+@torch.no_grad()
+def _try_once(trial: _Trial, layer: nn.Module, like: Tensor) -> bool:
+    """Return the result of a trial of a layer's forward, which is made once per class, device and type of ``like``."""
+    key = trial, type(layer), like.device.type, like.dtype
     if key not in _trial_results:
-        # A trial needs numbers.
+        # A trial needs numbers. Without them, only transformers' own code runs, which continues states.
         if like.device.type == "meta" or isinstance(like, FakeTensor):
-            return False
-        _trial_results[key] = _respects_boundaries(_class_forward(layer), like)
+            return trial is _continues_states
+        _trial_results[key] = trial(_class_forward(layer), like)
     return _trial_results[key]
 
 
-def _respects_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
+def _continues_states(forward: _Forward, like: Tensor) -> bool:
+    """Return whether a document in two parts, the second from the state of the first, has the output of both at once.
+
+    States have the device, type and last dimension of ``like``.
+    """
+    first_length, _ = _TRIAL_LENGTHS
+    states, _ = _trial_states(like)
+    state = _PrefixState()
+    try:
+        first_out = forward(states[:, :first_length], cache_params=state)
+        out = torch.cat([first_out, forward(states[:, first_length:], cache_params=_PrefixState(state))], dim=1)
+    except Exception:  # a layer that keeps its state in another way
+        return False
+    return _is_close(out, forward(states))
+
+
+def _is_close(out: Tensor, expected: Tensor) -> bool:
+    """Return whether two outputs of a layer are equal up to rounding."""
+    max_error = _TRIAL_TOLERANCES[out.dtype] * expected.abs().max()
+    return bool((out - expected).abs().max() <= max_error)
+
+
+def _respects_boundaries(forward: _Forward, like: Tensor) -> bool:
     """Return whether a layer's forward keeps two random documents apart that are packed into one call.
 
     If only the first document's states change, only its output may change. The output of both documents must equal that
@@ -165,9 +266,7 @@ def _respects_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
         return False  # the output does not depend on the states, so it shows nothing
     if not torch.equal(out[:, first_length:], changed_out[:, first_length:]):
         return False
-    expected = _run_each_document(forward, states, varlen)
-    max_error = _TRIAL_TOLERANCES[out.dtype] * expected.abs().max()
-    return bool((out - expected).abs().max() <= max_error)
+    return _is_close(out, _run_each_document(forward, states, varlen))
 
 
 def _trial_states(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +280,7 @@ def _trial_states(like: Tensor) -> tuple[Tensor, Tensor]:
     return states, torch.cat([other_states[:, :first_length], states[:, first_length:]], dim=1)
 
 
-def _run_packed(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
+def _run_packed(forward: _Forward, hidden_states: Tensor, varlen: Varlen) -> Tensor:
     """Run the complete sequence in one call, with boundaries for the recurrence and the convolution."""
     device, lengths = hidden_states.device, varlen.host_lengths()
     cu_seqlens = Varlen.of_lengths(lengths, device).cu_seqlens
@@ -190,5 +289,5 @@ def _run_packed(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: V
     return forward(hidden_states, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, seq_idx=seq_idx)
 
 
-def _run_each_document(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
+def _run_each_document(forward: _Forward, hidden_states: Tensor, varlen: Varlen) -> Tensor:
     return torch.cat([forward(hidden_states[:, document]) for document in varlen.documents(hidden_states.shape[1])], 1)

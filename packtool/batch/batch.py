@@ -230,6 +230,7 @@ class TreeBatch(PackedBatch):
             the root down to it.
         cu_seqlens_k: int32 (S + 1,), starts of the documents' keys, and T' at the end.
         key_lengths: the S lengths of the documents' keys, on the host.
+        parents: of each document, the number of the document that it continues, or ``ROOT``.
         channels: the C different channels of the samples, as a document may belong to samples of several.
         target_counts: int64 (C, N), the number of labels of the samples of each channel that each target stands for.
         sample_targets: int64 (2, M), of the M labels of the samples, which targets stand for: the sample's number, and
@@ -240,6 +241,7 @@ class TreeBatch(PackedBatch):
     key_index: Tensor
     cu_seqlens_k: Tensor
     key_lengths: tuple[int, ...]
+    parents: tuple[int, ...]
     target_counts: Tensor
     sample_targets: Tensor
     sample_ends: tuple[int, ...]
@@ -260,6 +262,7 @@ class TreeBatch(PackedBatch):
             "max_length_k": max(self.key_lengths),
             "key_index": self.key_index,
             "key_lengths": self.key_lengths,
+            "document_parents": self.parents,
         }
 
 

@@ -401,7 +401,12 @@ def _tree_token_fields(
 def _key_fields(parents: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
     """Return the fields of attention's keys of a ``TreeBatch``; arguments as for ``key_index``."""
     keys, key_lengths = key_index(parents, lengths)
-    return {"key_index": torch.from_numpy(keys), "cu_seqlens_k": _cu_seqlens(key_lengths), "key_lengths": key_lengths}
+    return {
+        "key_index": torch.from_numpy(keys),
+        "cu_seqlens_k": _cu_seqlens(key_lengths),
+        "key_lengths": key_lengths,
+        "parents": tuple(parents),
+    }
 
 
 def _node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:

@@ -9,22 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import packtool.attention.recurrent as recurrent
-from packtool.attention.kernel import LeakError
+from packtool.attention.kernel import LeakError, Varlen
 from packtool.attention.recurrent import keeps_documents_apart, recurrent_layers
 from packtool.attention.register import original_attention, set_attention
-from packtool.batch.collate import collate_packs
+from packtool.batch.batch import PackedBatch, TreeBatch
+from packtool.batch.collate import collate_packs, collate_tree
+from packtool.batch.prefix_tree import ROOT, key_index
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
-from packtool.errors import UnsupportedModelError
 from packtool.train.model.loss import target_losses
 from packtool.train.model.trainable import enable_checkpointing
 from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
-from tests.batch.reduced import make_sample, reduced_limits, save_image_processor
+from tests.batch.reduced import make_sample, prefix_samples, reduced_limits, save_image_processor
 
 torch.set_num_threads(1)
 Setting = tuple[PreTrainedModel, InputSpec, list[EncodedSample]]
@@ -218,9 +221,72 @@ def test_layer_isolation_is_checked_by_running_it(
     torch.testing.assert_close(out, expected)
 
 
-def test_shared_prefixes_are_refused(setting: Setting) -> None:
-    """The state at the end of a prefix is not handed on to the documents that go on from it."""
-    model, spec, samples = setting
-    inputs = collate_packs(samples, spec).model_inputs() | {"key_index": torch.arange(1)}
-    with pytest.raises(UnsupportedModelError, match="carries a state along the row"):
-        model(**inputs)
+@pytest.fixture
+def _only_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers' code, which computes parts in float32, compute all of them in float64."""
+    for name in ("float", "float32"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.mark.usefixtures("_only_float64")
+@pytest.mark.parametrize("continues", [True, False], ids=["states", "complete prefixes"])
+def test_tree_losses_and_gradients_equal_those_of_single_samples(
+    continues: bool, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of trees of two levels, with pictures; from the states of prefixes, or where a layer cannot continue them."""
+    if not continues:
+        monkeypatch.setattr(recurrent, "_continues_states", lambda *_: False)
+    model, spec = copy.deepcopy(setting[0]).double(), setting[1]
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    samples = prefix_samples(reduced_limits(spec.config))
+    batch = collate_tree(samples, spec, min_shared=1)
+    assert isinstance(batch, TreeBatch)
+    assert batch.input_ids.shape[1] < sum(sample.length for sample in samples)
+
+    def loss_and_gradients(batches: list[PackedBatch]) -> tuple[float, dict[str, Tensor]]:
+        model.zero_grad()
+        losses = [target_losses(model, each, label_logits_only=True).weighted_sum() for each in batches]
+        for loss in losses:
+            loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return sum(float(loss.detach()) for loss in losses), found
+
+    loss, gradients = loss_and_gradients([batch])
+    expected_loss, expected = loss_and_gradients([collate_packs([sample], spec) for sample in samples])
+    assert loss == pytest.approx(expected_loss, rel=1e-9)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        tolerance = 1e-9 * max(float(expected[name].abs().max()), 1.0)
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance, msg=lambda text, n=name: n + text)
+
+
+@pytest.mark.usefixtures("_only_float64")
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_documents_of_any_tree_equal_their_paths_alone(setting: Setting, data: st.DataObject) -> None:
+    """One layer, in float64: outputs, and gradients of inputs and weights; documents of one token among them."""
+    lengths = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 65, 130]), min_size=1, max_size=6))
+    parents = [data.draw(st.integers(ROOT, number - 1)) for number in range(len(lengths))]
+    layer = copy.deepcopy(recurrent_layers(setting[0])[-1]).double()
+    generator = torch.Generator().manual_seed(sum(lengths))
+    hidden = torch.randn(1, sum(lengths), 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    above = torch.randn(1, sum(lengths), 32, generator=generator, dtype=torch.float64)
+    varlen = Varlen.of_lengths(lengths)
+    keys, key_lengths = key_index(parents, lengths)
+    out = layer(
+        hidden,
+        cu_seq_lens_q=varlen.cu_seqlens,
+        max_length_q=varlen.max_seqlen,
+        document_lengths=tuple(lengths),
+        key_index=torch.from_numpy(keys),
+        document_parents=tuple(parents),
+    )
+    paths = torch.split(hidden[0, torch.from_numpy(keys)], list(key_lengths))
+    alone = [type(layer).forward(layer, path[None])[:, -own:] for path, own in zip(paths, lengths, strict=True)]
+    expected = torch.cat(alone, dim=1)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    inputs = [hidden, *layer.parameters()]
+    gradients, expected_gradients = (torch.autograd.grad((each * above).sum(), inputs) for each in (out, expected))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)

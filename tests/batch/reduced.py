@@ -188,11 +188,15 @@ def continued_sample(start: EncodedSample, end: EncodedSample) -> EncodedSample:
 
 
 def samples_with_prefixes(name: str) -> list[EncodedSample]:
+    """``prefix_samples`` of a model of this file."""
+    return prefix_samples(reduced_limits(reduced_config(name)))
+
+
+def prefix_samples(limits: ImageLimits | None) -> list[EncodedSample]:
     """Samples of which most begin like others, at two levels, with pictures in prefixes and behind them.
 
     Their order is not that of the tree, one of them ends where others go on, and two have two answers to one prompt.
     """
-    limits = reduced_limits(reduced_config(name))
     first_pictures, second_pictures = (((40, 32),), ((16, 16),)) if limits is not None else ((), ())
     trunk = make_sample(9, first_pictures, seed=1, limits=limits)
     branch = continued_sample(trunk, make_sample(6, second_pictures, seed=2, limits=limits))

@@ -36,6 +36,7 @@ from packtool.attention.recurrent import set_recurrent_ranks
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch, WholePictures
 from packtool.batch.media import blank_processed, large_processed
+from packtool.batch.prefix_tree import ROOT
 from packtool.batch.shard import FeatureRoute, SequenceShard, SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
@@ -168,6 +169,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         key_index=torch.arange(num_keys) % num_tokens,
         cu_seqlens_k=torch.tensor([0, num_keys], dtype=torch.int32),
         key_lengths=(num_keys,),
+        parents=(ROOT,),
         target_counts=torch.ones(1, num_targets, dtype=torch.int64),
         sample_targets=torch.stack((torch.zeros(num_targets, dtype=torch.int64), torch.arange(num_targets))),
         sample_ends=(0,),  # the only document ends the only sample

@@ -103,7 +103,7 @@ class Inputs:
         assert self.options.cost is not None, "caches are planned with costs"
         no_sharing_reason = None
         if self.saved_plan is not None:
-            shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.model, self.reader)
+            shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.reader)
         else:
             shared, no_sharing_reason = self._find_shared_prefixes(self.reader)
         cost = self.options.cost
@@ -118,7 +118,6 @@ class Inputs:
         """Find the prefixes to share; None, possibly with the reason, if every sample is computed in full."""
         shared, no_sharing_reason = find_shared_prefixes(
             self.config,
-            self.model,
             reader,
             capacity=self.options.packing_length,
             max_length=self.options.max_length,

@@ -11,14 +11,12 @@ import numpy.typing as npt
 
 from packtool.cache.index import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
-from packtool.config.mixture import MIXTURES
-from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions
+from packtool.config.packing import SharingOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
-from packtool.encode.families import family_of, text_config_of
 from packtool.encode.media_spans import MediaTokens
-from packtool.errors import MismatchError, UnsupportedModelError
+from packtool.errors import MismatchError
 from packtool.planning.cost import CostModel
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.prefix_trees import NOTHING, PartPlacement, Prefixes, PrefixTrees, plan_trees, rebuild_trees
@@ -128,7 +126,6 @@ class SharedPrefixes:
 
 def find_shared_prefixes(
     config: SharingOptions,
-    model: Mapping[str, Any],
     reader: CacheReader,
     *,
     capacity: int,
@@ -140,7 +137,6 @@ def find_shared_prefixes(
     """Find the prefixes that samples share, by ``--share-prefix``; and a message if they could share more.
 
     Args:
-        model: its ``config.json``.
         capacity: maximum tokens of a pack.
         max_length: longer samples are left out.
         max_samples, max_media_tokens: of a tree.
@@ -149,7 +145,7 @@ def find_shared_prefixes(
     if config.share_prefix == "false":
         return None, None
     is_required = config.share_prefix == "true"
-    reasons_against = _reasons_against(config, model)
+    conflicts = config.sharing_conflicts
     recorded = _prefixes(reader, is_required=is_required)
     lengths = reader.index.length[:limit]
     kept_lengths = lengths if max_length is None else lengths[lengths <= max_length]
@@ -171,12 +167,12 @@ def find_shared_prefixes(
         return None, message if is_required else None
     shared = SharedPrefixes(reader.index, recorded, trees)
     saves_enough = shared.saved > MIN_SAVING
-    if is_required or (saves_enough and not reasons_against):
+    if is_required or (saves_enough and not conflicts):
         return shared, None
     if saves_enough:
         message = f"{shared.saved:.0%} of the tokens could be saved, but each sample is computed in full"
-        return None, f"shared prefixes: {message}: {_reason(reasons_against[0])}"
-    if reasons_against or shared.saved < _MIN_MENTIONED:
+        return None, f"shared prefixes: {message}: that cannot be combined with {conflicts[0]}"
+    if conflicts or shared.saved < _MIN_MENTIONED:
         return None, None
     return None, (
         f"shared prefixes: {shared.saved:.1%} of the tokens could be saved, too few to be worth it: each sample "
@@ -188,19 +184,11 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
     """Prefix sharing of a stream, by ``--share-prefix``; if an option or the model prevents it, None and a message."""
     if config.share_prefix == "false":
         return None, None
-    if reasons := _reasons_against(config, model):
-        return None, f"shared prefixes: each sample is computed in full: {_reason(reasons[0])}"
+    if conflicts := config.sharing_conflicts:
+        return None, f"shared prefixes: each sample is computed in full: that cannot be combined with {conflicts[0]}"
     min_saving = 0.0 if config.share_prefix == "true" else MIN_SAVING
     limits = config.max_rows_per_tree, config.max_media_tokens_per_pack
     return IntervalSharing(MediaTokens.of(model), min_saving, *limits, parts=part_placement(config)), None
-
-
-def _reasons_against(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
-    """Reasons against sharing; UnsupportedModelError if ``--share-prefix true`` requires it and the model cannot."""
-    problem = _problem_of_model(model)
-    if problem and config.share_prefix == "true":
-        raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
-    return [*config.sharing_conflicts, *([problem] if problem else [])]
 
 
 def first_pair(packs: PackPlan) -> Int64Array | None:
@@ -212,19 +200,13 @@ def first_pair(packs: PackPlan) -> Int64Array | None:
     return packs.samples[at - 1 : at + 1]
 
 
-def load_shared_prefixes(
-    packs: PackPlan, parts: str, model: Mapping[str, Any], reader: CacheReader
-) -> SharedPrefixes | None:
+def load_shared_prefixes(packs: PackPlan, parts: str, reader: CacheReader) -> SharedPrefixes | None:
     """Return the prefixes that the samples of a saved plan share; None if its packs share none.
 
     ``parts`` is the plan's placement of trees that take several packs: ``together``, ``apart``, or empty without any.
     """
     if packs.shared_tokens is None:
         return None
-    if problem := _problem_of_model(model):
-        raise UnsupportedModelError(
-            f"--plan shares prefixes, and {problem}", "Make the plan again with --share-prefix false."
-        )
     prefixes = _prefixes(reader, is_required=True)
     assert prefixes is not None, "_prefixes raises an error for required prefixes"
     trees = rebuild_trees(packs, _as_planned(prefixes, len(reader)), min_shared=MIN_SHARED)
@@ -264,17 +246,3 @@ def _prefixes(reader: CacheReader, *, is_required: bool) -> SplitPrefixes | None
         "samples",
         f"Leave --share-prefix out, or export into another directory:\n  {export_command(directory, manifest)}",
     )
-
-
-def _problem_of_model(model: Mapping[str, Any]) -> str:
-    """The reason why a model cannot compute a prefix once for several samples; empty if it can."""
-    kind = str(text_config_of(model).get("model_type"))
-    if kind not in family_of(model).recurrent_types:
-        return ""
-    return f"{kind} has recurrent layers, whose state at the end of a prefix cannot be passed to several samples"
-
-
-def _reason(reason: str) -> str:
-    """A reason against sharing, an option or a sentence, as the second half of a sentence."""
-    is_option = reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES))
-    return f"that cannot be combined with {reason}" if is_option else reason

@@ -23,7 +23,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
-from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
+from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.launch.world import World
 from packtool.report.inspect import pack_figures, pack_lines
 from packtool.report.plan import plan_lines
@@ -34,7 +34,6 @@ from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview
 from packtool.train.prepare.run import Run
-from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from scripts._flop_counter import flop_counter
 from tests.train.alike import NUM_TREES, QUESTIONS, alike_rows, make_alike_world
 from tests.train.tiny import TinyWorld, export_rows
@@ -204,19 +203,6 @@ def test_other_contradictions(alike_world: TinyWorld, tmp_path: Path) -> None:
     assert any("--max-rows-per-tree requires" in problem for problem in off.problems())
     lengths = PlanConfig(lengths="lengths.npy", packing_length=256, share_prefix="true")
     assert any("lengths alone do not show" in problem for problem in lengths.problems())
-
-
-def test_a_model_with_recurrent_layers(alike_world: TinyWorld, tmp_path: Path) -> None:
-    run = prepared(alike_world, tmp_path)
-    model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
-    config = alike_world.config(tmp_path)
-    shared, note = find_shared_prefixes(config, model, run.source.reader, capacity=256)
-    assert shared is None
-    assert note is not None
-    assert "recurrent layers" in note
-    shared_config = alike_world.config(tmp_path, share_prefix="true")
-    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        find_shared_prefixes(shared_config, model, run.source.reader, capacity=256)
 
 
 def test_a_cache_of_an_older_packtool(alike_world: TinyWorld, tmp_path: Path) -> None:
