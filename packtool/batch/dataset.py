@@ -122,16 +122,26 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     def _separate_bad_media(
         self, samples: Sequence[EncodedSample], micro_batch: MicroBatch
     ) -> tuple[list[EncodedSample], list[SkippedSample]]:
-        """Load the media of each sample alone; return the samples whose media load, and records of the others."""
+        """Load the media of each sample alone; return the samples whose media load, and records of the others.
+
+        If a sample is in the micro-batch several times and one copy fails, all its copies are left out: samples are
+        told apart by their positions in the caches.
+        """
+        positions = [planned if isinstance(planned, int) else -1 - i for i, planned in enumerate(micro_batch.samples)]
+        messages = {
+            position: error.message
+            for position, sample in zip(positions, samples, strict=True)
+            if (error := sample_media_error(sample, self.spec)) is not None
+        }
         good_samples: list[EncodedSample] = []
         skipped: list[SkippedSample] = []
-        for sample, planned in zip(samples, micro_batch.samples, strict=True):
-            error = sample_media_error(sample, self.spec)
-            if error is None:
-                good_samples.append(sample)
+        for position, sample in zip(positions, samples, strict=True):
+            if position in messages:
+                in_caches = position if position >= 0 else None  # a stream has no positions
+                message, num_lost = messages[position], num_targets(sample)
+                skipped.append(SkippedSample(sample.source, sample.row, message, num_lost, in_caches))
             else:
-                position = planned if isinstance(planned, int) else None  # in the caches; a stream has no positions
-                skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), position))
+                good_samples.append(sample)
         return good_samples, skipped
 
 

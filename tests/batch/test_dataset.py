@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from packtool.batch.collate import collate_packs
 from packtool.batch.dataset import MicroBatches, load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.encode.encoded import EncodedSample
-from packtool.errors import DataError
+from packtool.errors import DataError, MediaError
 from packtool.planning.epoch import EpochPlan, plan_epoch
 from packtool.planning.options import PlanOptions
 from tests.batch.reduced import make_sample, reduced_spec, samples_with_prefixes, save_image_processor
@@ -203,3 +204,18 @@ def test_missing_image_removes_all_samples_of_its_prefix(tmp_path: Path) -> None
     assert sum(skipped.num_target_tokens for skipped in batch.skipped) == lost
     remaining_batch = collate_packs([sample for index, sample in enumerate(samples) if index not in with_it], spec)
     assert batch.num_target_tokens == remaining_batch.num_target_tokens
+
+
+def test_copies_of_a_sample_are_left_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of the first copy cannot be read for a moment, as on a network drive."""
+    reader = Samples.of_lengths([3, 4])
+    results: Iterator[MediaError | None] = iter([MediaError("unreadable"), None, None])
+
+    def raise_error(*_: object) -> None:
+        raise MediaError("unreadable")
+
+    monkeypatch.setattr("packtool.batch.dataset.check_unchanged", raise_error)
+    monkeypatch.setattr("packtool.batch.dataset.sample_media_error", lambda *_: next(results))
+    batch = MicroBatches(reader.sample, reduced_spec("qwen3"), skip_bad_media=True)[MicroBatch([[0, 1, 0]])]
+    assert documents(batch) == [reader.sample(1).input_ids.tolist()]
+    assert [(skipped.sample, skipped.message) for skipped in batch.skipped] == [(0, "unreadable")] * 2
