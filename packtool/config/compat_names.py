@@ -68,7 +68,7 @@ class CompatName:
     def _explanation(self, shown: str, value: object) -> str:
         reason = f": {self.reason}" if self.reason else ""
         if self.status == "renamed":
-            return f"{shown} ({self.tool}) is {_in_our_unit(self.options, value)} here{reason}"
+            return f"{shown} ({self.tool}) is {in_our_unit(self.options, value)} here{reason}"
         if self.status == "set":
             field = self.options.removeprefix("--set training.") if self.options != "-" else self.name
             setting = f"--set training.{field}={'VALUE' if value is None else value}"
@@ -110,7 +110,7 @@ def find_compat_name(name: str, command: str) -> CompatName | None:
     return replace(first, other_meanings=tuple(others))
 
 
-def _in_our_unit(options: str, value: object) -> str:
+def in_our_unit(options: str, value: object) -> str:
     """Return ``options`` with another tool's value in packtool's unit, or with a formula if it is unknown."""
     if "{" not in options:
         return options

@@ -5,13 +5,21 @@ tabs.
 
 ``values.tsv`` (the first line that matches decides):
 
-    tool, names, values   a tool or *; names with * and ?; values as on a command line, with * and ?
-    effect                set   set the options in ``text``, as in ``train_type=lora``; {} stands for the value
+    tool, names, values   a tool, * for all tools, or packtool for the translated options; names with * and ?; values as
+                          on a command line, with * and ?
+    condition             see below
+    effect                set   set the options in ``text``, as in ``train_type=lora adapter_settings.r=8``
                           omit  no effect, for the reason in ``text``
                           stop  training would differ, for the reason in ``text``, which ends with an alternative
+                          used  nothing: the line of another key uses the value
+    text                  {} stands for the value, {name} for the key, {KEY|DEFAULT} for the value of another key
 
-``defaults.tsv``: defaults of the tools that differ from packtool's: tool, option, value (YAML), condition
-(``option=value`` or -), source.
+``defaults.tsv``: defaults of the tools that differ from packtool's: tool, option, value (YAML), condition, source.
+
+A condition is -, or tests with spaces between them, which all have to be true: ``KEY=VALUE`` or ``KEY!=VALUE``. KEY is
+a key of the tool, such as ``seed``, ``qat.group_size`` or ``datasets.1.path`` (of the second data set), a key of the
+model's config.json, such as ``config.vocab_size``, or an option of packtool, such as ``--packing``. VALUE has * and ?,
+and perhaps several alternatives, as in ``float8|fp8``; it is ``none`` for a key without a value.
 """
 
 from __future__ import annotations
@@ -21,13 +29,20 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any
 
-from packtool.config.compat_names import EVERY_COMMAND, TRANSFORMERS, CompatName, compat_entries, compat_names
+from packtool.config.compat_names import (
+    EVERY_COMMAND,
+    TRANSFORMERS,
+    CompatName,
+    compat_entries,
+    compat_names,
+    in_our_unit,
+)
 from packtool.config.data import ExportConfig
 from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, parse_yaml, value_type
 from packtool.config.train import TrainConfig
@@ -35,11 +50,9 @@ from packtool.errors import did_you_mean
 from packtool.translate.read import ForeignConfig
 
 _DISABLED = ("", "none", "null", "[]", "{}", "0.0", *FALSE_WORDS)
+_FIELDS = {each.name: (each, cls) for cls in (ExportConfig, TrainConfig) for each in dataclasses.fields(cls)}
 _OPTIONS = {
-    name.replace("-", "_"): each.name
-    for cls in (ExportConfig, TrainConfig)
-    for each in dataclasses.fields(cls)
-    for name in (each.name, *each.metadata["aliases"])
+    name.replace("-", "_"): each.name for each, _ in _FIELDS.values() for name in (each.name, *each.metadata["aliases"])
 }
 # Unsupported arguments that change training; all others in a record of ms-swift's arguments are of other purposes.
 _CHANGES_TRAINING = {
@@ -55,7 +68,7 @@ class Translation:
     Args:
         source: the configuration of the other tool.
         values: by option, with underscores.
-        origins: foreign name, or source of a default, by option.
+        origins: foreign names, or source of a default, by option.
         defaults: options whose value is a default of the other tool.
         omitted: (name, reason) of keys without effect.
         problems: a sentence for each key that would change training and has no equivalent.
@@ -76,15 +89,19 @@ class Translation:
         return self.source.tool
 
     def set(self, option: str, value: Any, origin: str) -> None:
-        """Set an option; two names that set it to different values are a problem."""
-        if option == "training":
-            value = {**self.values.get(option, {}), **value}
-        elif option in self.values and as_text(self.values[option]) != as_text(value):
+        """Set an option, or one key of an object, as in ``training.tf32``; two different values are a problem."""
+        option, _, key = option.partition(".")
+        earlier = self.values.get(option)
+        if key:
+            value = {**(earlier or {}), key: value}
+        elif option in self.values and as_text(earlier) != as_text(value):
+            dashed_option = option.replace("_", "-")
             self.problems.append(
-                f"{self.origins[option]} and {origin} set --{option.replace('_', '-')} to different values: remove one"
+                f"{self.origins[option]} and {origin} set --{dashed_option} to different values: remove one"
             )
             return
-        self.values[option], self.origins[option] = value, origin
+        origins = {**dict.fromkeys(self.origins.get(option, "").split(", ")), origin: None}
+        self.values[option], self.origins[option] = value, ", ".join(filter(None, origins))
 
     def default(self, option: str, value: Any, origin: str) -> None:
         """Set an option to the other tool's default, unless the configuration has a value."""
@@ -99,15 +116,28 @@ class Translation:
     def remove(self, option: str, reason: str) -> None:
         """Remove the value of an option, and record the key that it came from as one without effect."""
         del self.values[option]
-        self.omit(self.origins.pop(option), reason)
+        name = self.origins.pop(option)
+        if option not in self.defaults:
+            self.omit(name, reason)
+        self.defaults = [each for each in self.defaults if each != option]
 
     def refuse(self, name: str, reason: str) -> None:
         """Record a key that would change training and has no equivalent."""
-        self.problems.append(f"{name} ({self.tool}): {reason}")
+        problem = f"{name} ({self.tool}): {reason}"
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def get(self, option: str) -> Any:
         """Return the value of an option, or packtool's default."""
         return self.values.get(option, getattr(TrainConfig, option, None))
+
+    def translate_object(self, name: str, items: Mapping[str, Any]) -> None:
+        """Translate an object key by key, as ``qat.weight_dtype``; empty values mean that a key is absent."""
+        for key, value in items.items():
+            if isinstance(value, dict):
+                self.translate_object(f"{name}.{key}", value)
+            elif value:
+                self.translate_key(f"{name}.{key}", value)
 
     def translate_key(self, name: str, value: Any) -> None:
         """Translate one key by the tables; null means that the key is absent.
@@ -116,10 +146,10 @@ class Translation:
         """
         if value is None:
             return
-        rule = _find_rule(self.tool, name, as_text(value))
+        rule = self._find_rule(name, as_text(value).lower())
         entry = _find_entry(self.tool, name, self.source.command)
         if rule is not None:
-            self._apply_rule(rule, name, value)
+            self._apply_rule(*rule, name, value)
         elif entry is not None:
             self._apply_entry(entry, name, value)
         elif self.source.is_record:  # which also has values that ms-swift computes
@@ -128,16 +158,47 @@ class Translation:
             known_names = [each.name for each in compat_names() if each.tool in (self.tool, TRANSFORMERS)]
             self.refuse(name, f"unknown setting{did_you_mean(name, known_names)}")
 
-    def _apply_rule(self, rule: tuple[str, str], name: str, value: Any) -> None:
-        """Translate a key by a rule (effect, text) of ``values.tsv``."""
-        effect, text = rule
+    def _find_rule(self, name: str, value: str) -> tuple[str, str] | None:
+        """Return (effect, text) of the first line of ``values.tsv`` that matches a key."""
+        for tool, names, values, condition, effect, text in _table("values.tsv"):
+            is_of_key = tool in ("*", self.tool) and _matches(name, names)
+            if is_of_key and _matches(value, values) and self._holds(condition):
+                return effect, text
+        return None
+
+    def _holds(self, condition: str) -> bool:
+        """Return whether all tests of a condition are true."""
+        tests = [] if condition == "-" else condition.split(" ")
+        for test in tests:
+            key, _, alternatives = test.partition("=")
+            is_equal = _matches(as_text(self._value_of(key.removesuffix("!"))).lower(), alternatives.replace("|", " "))
+            if is_equal == key.endswith("!"):  # as in KEY!=VALUE
+                return False
+        return True
+
+    def _value_of(self, key: str) -> Any:
+        """Return the value of a key in a condition."""
+        if key.startswith("--"):
+            return self.get(key.removeprefix("--").replace("-", "_"))
+        value: Any = {**self.source.values, "config": self.source.model_config}
+        for part in key.split("."):
+            if isinstance(value, list):
+                value = {str(position): item for position, item in enumerate(value)}
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def _apply_rule(self, effect: str, text: str, name: str, value: Any) -> None:
+        """Translate a key by a rule of ``values.tsv``."""
+        text = text.replace("{name}", name)
+        for placeholder, key, default in re.findall(r"(\{(.+?)\|(.*?)\})", text):
+            text = text.replace(placeholder, ",".join(split_list(self._value_of(key) or default)))
         if effect == "set":
             for assignment in text.split(" "):
                 option, _, new_value = assignment.partition("=")
-                self.set(option, value if new_value == "{}" else _convert(option, new_value), name)
+                self.set(option, _convert(option, value if new_value == "{}" else new_value), name)
         elif effect == "omit":
             self.omit(name, text)
-        else:
+        elif effect == "stop":
             self.refuse(f"{name}: {as_text(value)}", text)
 
     def _apply_entry(self, entry: CompatName, name: str, value: Any) -> None:
@@ -149,7 +210,7 @@ class Translation:
             self.omit(name, entry.reason)
         elif entry.status == "set":
             if not self.source.is_record:
-                self.set("training", {name: value}, name)
+                self.set(f"training.{name}", value, name)
         elif entry.status == "unsupported":
             is_ignored = self.source.is_record and name not in _CHANGES_TRAINING
             if not is_off and not is_ignored:
@@ -160,39 +221,43 @@ class Translation:
     def _set_entry_options(self, entry: CompatName, name: str, value: Any, is_off: bool) -> None:
         """Set packtool's options for a key with this value, as the text ``entry.options`` says.
 
-        Each option in the text may be followed by a word, which tells how its value follows from the key's value::
-
-            --max-length            the key's value
-            --shuffle {not}         the opposite of the key's value
-            --max-pixels {area}     the pixels of an image with the sides in the key's value
-            --columns text=NAME     the word, with the key's value instead of NAME
-            --report-to wandb       the word, unless the key's value disables the feature (``is_off``)
+        Each option in the text may be followed by a word with its value; without one, it takes the key's value. A key
+        that ``is_off`` selects no value.
         """
-        options_with_words = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", entry.options)  # "and" connects options
+        options = in_our_unit(entry.options, as_text(value))
+        options_with_words = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", options)  # "and" connects options
         if not options_with_words:
             self.refuse(name, f"use {entry.options} instead; {entry.reason}")
         for dashed_option, word in options_with_words:
             option = dashed_option.replace("-", "_")
-            if not word:
-                self.set(option, _convert(option, value), name)
-            elif word == "{not}":
-                self.set(option, is_off, name)
-            elif word == "{area}":
-                self.set(option, _area(as_text(value)), name)
+            if "{per_epoch}" in entry.options:
+                self._set_interval(option, name, value)
             elif word.endswith("=NAME"):
                 self.set(option, [f"{word.removesuffix('NAME')}{value}"], name)
-            elif not is_off:
-                self.set(option, _convert(option, word), name)
+            elif not (word and is_off and entry.selects_a_value):
+                self.set(option, _convert(option, word or value), name)
+
+    def _set_interval(self, option: str, name: str, value: Any) -> None:
+        """Set ``eval_steps`` or ``save_steps`` to a fraction of the run, for a number of times per epoch."""
+        num_epochs = self.number("num_epochs", self.source.values.get("num_epochs"), 1) or 1
+        num_times = self.number(name, value, 0) * num_epochs
+        if num_times > 1:
+            self.set(option, 1 / num_times, name)
+        elif num_times:
+            self.set(option.replace("_steps", "_strategy"), "epoch", name)
 
     def add_defaults(self) -> None:
         """Add the tool's defaults from ``defaults.tsv`` whose condition holds, in the order of the table."""
         for tool, option, text, condition, origin in _table("defaults.tsv"):
-            name, _, wanted = condition.partition("=")
-            if tool == self.tool and (condition == "-" or as_text(self._condition_value(name)) == wanted):
+            if tool == self.tool and self._holds(condition):
                 self.default(option, parse_yaml(text), origin)
 
-    def _condition_value(self, name: str) -> Any:
-        return self.source.values.get("stage") or "sft" if name == "stage" else self.get(name)
+    def remove_conflicts(self) -> None:
+        """Remove options that other options make unnecessary or impossible (tool ``packtool`` in ``values.tsv``)."""
+        for tool, option, values, condition, _, reason in _table("values.tsv"):
+            is_set = tool == "packtool" and option in self.values
+            if is_set and _matches(as_text(self.values[option]).lower(), values) and self._holds(condition):
+                self.remove(option, reason)
 
     def number(self, name: str, value: Any, default: float) -> float:
         """Return a value as a number; ``default`` if it is null, and also a problem if it is no number."""
@@ -209,13 +274,8 @@ class Translation:
         known = set(options)
         if command == "export" and self.source.command == "train":
             known.discard("output_dir")
-        unknown = [option for option in self.values if option not in known]
-        for option in unknown:
-            name = self.origins.pop(option)
-            del self.values[option]
-            if option not in self.defaults:
-                self.omit(name, f"packtool {command} does not need it")
-        self.defaults = [option for option in self.defaults if option in known]
+        for option in [option for option in self.values if option not in known]:
+            self.remove(option, f"packtool {command} does not need it")
 
 
 def as_text(value: Any) -> str:
@@ -245,27 +305,26 @@ def translate_ratio(translation: Translation, values: dict[str, Any], name: str)
         translation.set("split_dataset_ratio", size, name)
 
 
-_FIELDS = {each.name: (each, cls) for cls in (ExportConfig, TrainConfig) for each in dataclasses.fields(cls)}
+def _matches(text: str, patterns: str) -> bool:
+    """Return whether a text matches one of the patterns, which have spaces between them."""
+    return any(fnmatchcase(text, pattern) for pattern in patterns.split(" "))
 
 
 def _convert(option: str, value: Any) -> Any:
     """Return a value in the type of an option: the number or boolean of a text, a list of a single item."""
-    option_field, cls = _FIELDS[option]
-    option_type = value_type(option_field, cls)
-    if option_type in (bool, int, float) and isinstance(value, str):
-        parsed = parse_yaml(value) if value else value
-        return parsed if isinstance(parsed, (bool, int, float)) else value
+    if option == "training.optim_target_modules":
+        names = split_list(value)
+        return ["attn", "mlp"] if names == ["all"] else names  # linear layers in transformers' names, without the head
+    if option == "trainable_parameters_regex":
+        return "|".join(split_list(value))
     if option in ("fsdp", "target_modules", "target_parameters", "modules_to_save", "adapters", "report_to"):
         return split_list(value)
+    if option not in _FIELDS or not isinstance(value, str):
+        return value
+    if value_type(*_FIELDS[option]) in (bool, int, float):
+        parsed = parse_yaml(value) if value else value
+        return parsed if isinstance(parsed, (bool, int, float)) else value
     return value
-
-
-def _area(sides: str) -> int:
-    """Return the pixels of an image from the sides in a text: one side of a square, or two sides."""
-    numbers = [int(side) for side in re.findall(r"\d+", sides)]
-    if len(numbers) == 1:
-        return numbers[0] ** 2
-    return math.prod(numbers)
 
 
 def _find_entry(tool: str, name: str, command: str) -> CompatName | None:
@@ -273,15 +332,6 @@ def _find_entry(tool: str, name: str, command: str) -> CompatName | None:
     entries = [entry for entry in compat_entries(name) if entry.command in (EVERY_COMMAND, command)]
     entries_by_owner = [entry for owner in (tool, TRANSFORMERS) for entry in entries if entry.tool == owner]
     return next((entry for entry in entries_by_owner if not entry.is_variable), None)
-
-
-def _find_rule(tool: str, name: str, value: str) -> tuple[str, str] | None:
-    """Return (effect, text) of the first matching line of ``values.tsv``."""
-    for owner, names, values, effect, text in _table("values.tsv"):
-        is_named = owner in ("*", tool) and any(fnmatchcase(name, each) for each in names.split(" "))
-        if is_named and any(fnmatchcase(value.lower(), each) for each in values.split(" ")):
-            return effect, text
-    return None
 
 
 @functools.cache

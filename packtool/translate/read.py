@@ -6,6 +6,7 @@ Files are YAML or JSON. A duplicate key, a YAML bomb, an empty file, or a file t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ _OWN_KEYS = {
 }
 # Options of packtool that a tool uses for something else.
 _OTHER_MEANINGS = {("axolotl", "strict")}
+_MODEL_KEYS = ("model", "model_name_or_path", "base_model")
 # Keys that only the files have that ms-swift writes beside checkpoints (args.json).
 _RECORD_KEYS = {"global_world_size", "model_suffix", "model_info", "model_meta"}
 
@@ -43,7 +45,6 @@ class ForeignConfig:
         tool: a value of ``TOOLS``.
         values: by name, with underscores; those of YAML, or texts and lists of texts of a command line.
         command: ``train`` or ``export``.
-        is_pretraining: ``swift pt``.
         environ: variables set in front of the command.
         num_processes: of the launcher in front of the command.
         label: file or command for messages.
@@ -52,7 +53,6 @@ class ForeignConfig:
     tool: str
     values: dict[str, Any]
     command: str = "train"
-    is_pretraining: bool = False
     environ: dict[str, str] = field(default_factory=dict)
     num_processes: int | None = None
     label: str = ""
@@ -61,6 +61,17 @@ class ForeignConfig:
     def is_record(self) -> bool:
         """True for ms-swift's args.json, which holds every argument, also those left at their defaults."""
         return bool(_RECORD_KEYS & set(self.values))
+
+    @property
+    def model_directory(self) -> Path:
+        """Directory of the model, or its id on a hub."""
+        return Path(str(next((self.values[key] for key in _MODEL_KEYS if self.values.get(key)), None)))
+
+    @functools.cached_property
+    def model_config(self) -> dict[str, Any]:
+        """The config.json of the model; {} if the model is not local."""
+        path = self.model_directory / "config.json"
+        return load_config_file(str(path)) if path.exists() else {}
 
 
 def load_config_file(path: str) -> dict[str, Any]:
@@ -213,11 +224,13 @@ def read_command(words: Sequence[str]) -> ForeignConfig:
         _read_word(start)  # removes the words that it reads from ``start.rest``
     if start.tool is None:
         raise ConfigError(f"{label or 'the command line'}: no command of {', '.join(TOOLS.values())}", _EXAMPLE)
+    values = _read_options(start.rest, start.tool)
+    if start.verb == "pt":  # as in ms-swift, these are the defaults of swift pt
+        values = {"loss_scale": "all", "use_chat_template": False, **values}
     return ForeignConfig(
         start.tool,
-        _read_options(start.rest, start.tool),
+        values,
         start.command,
-        is_pretraining=start.verb == "pt",  # swift pt
         environ=environ,
         num_processes=start.num_processes,
         label=label,
@@ -294,9 +307,3 @@ def _option_value(items: list[Any]) -> Any:
     if not items:
         return True
     return items[0] if len(items) == 1 else items
-
-
-def local_model_config(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the config.json of the model whose directory is the value of ``key``; {} if it is not local."""
-    path = Path(str(values.get(key)), "config.json")
-    return load_config_file(str(path)) if path.exists() else {}

@@ -16,10 +16,8 @@ from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
 from packtool.translate.axolotl import translate_axolotl
 from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list, translate_ratio
-from packtool.translate.read import ForeignConfig, load_config_file, local_model_config
+from packtool.translate.read import ForeignConfig, load_config_file
 
-_NEWLINE_TOOLS = ("ms-swift", "LLaMA-Factory")
-"""Tools whose templates make the newline after ``<|im_end|>`` a target."""
 _PROCESSES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 
 
@@ -29,54 +27,35 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
     ``environ`` are the variables of this process, which say how many processes train.
     """
     translation = Translation(source)
-    values = dict(source.values)  # each step below removes the keys that it has translated
+    values = dict(source.values)
     _translate_variables(translation)
-    warmup = translation.number("warmup_steps", values.get("warmup_steps"), 0)
-    if 0 < warmup < 1:  # a fraction of the steps, as in transformers
-        translation.set("warmup_ratio", warmup, "warmup_steps")
-        del values["warmup_steps"]
     _deepspeed(translation, values)
-    _galore_and_apollo(translation, values)
     translate_keys_of_tool = _BY_TOOL[source.tool]
     variables = {**environ, **translation.environ}  # those in front of the command take precedence
     translate_keys_of_tool(translation, values, variables)
     for name, value in values.items():
         translation.translate_key(name, value)
     translation.add_defaults()
-    _resolve_conflicts(translation)
+    _add_computed_defaults(translation)
+    translation.remove_conflicts()
     translation.restrict(options, command)
     return translation
 
 
-def _resolve_conflicts(translation: Translation) -> None:
-    """Change or remove options that depend on the final values of other options."""
-    _default_newline_targets(translation)
-    num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
-    if num_ranks > 1 and translation.values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
-        translation.remove("attn_impl", "sequence parallelism has its own kernels")
-    if is_true(translation.get("torch_compile")) and is_true(translation.get("use_liger_kernel")):
-        translation.remove("use_liger_kernel", "torch_compile fuses the same operations")
-    if is_true(translation.get("streaming")) and not is_true(translation.get("packing")):
-        translation.remove("streaming", "streaming needs packs; rows are tokenized before training")
-    if is_true(translation.get("streaming")) and translation.values.get("save_strategy") == "epoch":
-        reason = "streaming does not know where an epoch ends; every --save-steps steps and the last one are saved"
-        translation.origins["save_strategy"] += ": epoch"
-        translation.remove("save_strategy", reason)
+def _add_computed_defaults(translation: Translation) -> None:
+    """Add defaults that depend on the values of other options."""
     if translation.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
         rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
         translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
-
-
-def _default_newline_targets(translation: Translation) -> None:
-    """Make newlines after answers targets where the tool does so, unless all tokens are, or a cache decides."""
+    # Some templates make the newline after ``<|im_end|>`` a target. A cache has its own targets.
     scale = as_text(translation.get("loss_scale") or "default")
     trains_everything = "all" in scale.split("+")
-    if translation.tool not in _NEWLINE_TOOLS or trains_everything or translation.get("cached_dataset"):
-        return
-    scale_origin = translation.origins.get("loss_scale")
-    origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
-    translation.values.pop("loss_scale", None)
-    translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
+    trains_newlines = translation.tool in ("ms-swift", "LLaMA-Factory") and not translation.get("cached_dataset")
+    if trains_newlines and not trains_everything:
+        translation.values.pop("loss_scale", None)
+        origins = [translation.origins[option] for option in ("loss_scale",) if option in translation.origins]
+        origin = " and ".join([*origins, "newlines after answers"])
+        translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
 
 
 def _translate_variables(translation: Translation) -> None:
@@ -98,7 +77,7 @@ def _translate_variables(translation: Translation) -> None:
 
 
 def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Translate ms-swift's keys in ``values`` whose meaning depends on other keys, and remove them."""
+    """Translate ms-swift's keys in ``values`` that the tables cannot translate, and remove them."""
     if translation.source.is_record:  # ms-swift's args.json, which also has arguments without a value
         for name in [name for name, value in values.items() if value in (None, [], {}, "")]:
             del values[name]
@@ -107,41 +86,19 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
             "swift export without --to_cached_dataset true writes no cache",
             "packtool merge merges adapters; quantization, uploads and conversions need other tools.",
         )
-    _ms_swift_datasets(translation, values)
+    # DATASET#1000 are the first 1000 rows with streaming (DATASET#first1000 in packtool), and drawn rows without.
+    datasets = split_list(values.get("dataset") or [])
+    if is_true(values.get("streaming")) and any(re.search(r"#\d+$", dataset) for dataset in datasets):
+        values["dataset"] = [re.sub(r"#(\d+)$", r"#first\1", dataset) for dataset in datasets]
+        translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
+        del values["streaming"]
     _ms_swift_caches(translation, values)
     _split_sequences(translation, values, environ)
-    _adapter_settings(translation, values, "tuner_type" if "tuner_type" in values else "train_type")
-    if as_text(values.get("loss_type", "")) == "loss_scale":
-        translation.omit("loss_type", "--loss-scale weights the loss")
-        del values["loss_type"]
     sets_step_size = "samples_per_step" in translation.values or values.get("gradient_accumulation_steps") is not None
     if not sets_step_size:  # ms-swift's default
         _, num_processes, accumulation_steps = _batch(translation, values, environ)
         origin = f"16 samples or packs per step, over {num_processes} processes"
         translation.default("gradient_accumulation_steps", accumulation_steps, origin)
-
-
-def _ms_swift_datasets(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate ms-swift's keys of datasets and the seed of their order, and remove them."""
-    datasets = split_list(values.get("dataset") or [])
-    if not any("self-cognition" in dataset for dataset in datasets):
-        for name in {"model_name", "model_author"} & set(values):
-            translation.omit(name, "only the rows of swift/self-cognition contain these names")
-            del values[name]
-    if translation.source.is_pretraining:
-        command = "swift pt"  # which the report names instead of a key
-        translation.set("loss_scale", values.pop("loss_scale", "all"), command)
-        uses_chat_template = is_true(values.pop("use_chat_template", False))
-        if not uses_chat_template:
-            translation.omit(command, "rows with a text column use no template")
-    # DATASET#1000 are the first 1000 rows with streaming (DATASET#first1000 in packtool), and drawn rows without.
-    if is_true(values.get("streaming")) and any(re.search(r"#\d+$", dataset) for dataset in datasets):
-        values["dataset"] = [re.sub(r"#(\d+)$", r"#first\1", dataset) for dataset in datasets]
-        translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
-        del values["streaming"]
-    if "data_seed" in values and "seed" in values:
-        translation.omit("data_seed", f"one seed decides packs and order: seed {values['seed']}")
-        del values["data_seed"]
 
 
 def _ms_swift_caches(translation: Translation, values: dict[str, Any]) -> None:
@@ -154,26 +111,6 @@ def _ms_swift_caches(translation: Translation, values: dict[str, Any]) -> None:
             translation.omit("cached_val_dataset", "a cache of packtool contains its val split")
 
 
-_BOFT = ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout")
-# Settings of adapters other than LoRA in each tool, with peft's names.
-_ADAPTER_SETTINGS: dict[tuple[str, str], dict[str, str]] = {
-    ("ms-swift", "boft"): {name: name for name in _BOFT},
-    ("ms-swift", "bone"): {"reft_rank": "r"},
-    ("LLaMA-Factory", "oft"): {"oft_rank": "r", "oft_block_size": "oft_block_size", "module_dropout": "module_dropout"},
-}
-
-
-def _adapter_settings(translation: Translation, values: dict[str, Any], key: str) -> None:
-    """Translate the settings of an adapter other than LoRA, whose type is the value of ``key``."""
-    settings = {}
-    peft_names = _ADAPTER_SETTINGS.get((translation.tool, as_text(values.get(key))), {})
-    for name, peft_name in peft_names.items():
-        if values.get(name) is not None:
-            settings[peft_name] = values.pop(name)
-    if settings:
-        translation.set("adapter_settings", settings, f"settings of {values[key]}")
-
-
 def _batch(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> tuple[int, int, int]:
     """Return the samples of a micro-batch, the number of processes, and the accumulation steps in ms-swift."""
     name = "per_device_train_batch_size"
@@ -183,47 +120,6 @@ def _batch(translation: Translation, values: dict[str, Any], environ: Mapping[st
     default = max(1, math.ceil(16 / batch_size / num_processes))  # for at least 16 samples per step
     name = "gradient_accumulation_steps"
     return batch_size, num_processes, int(translation.number(name, values.get(name), default))
-
-
-# Optimizers with projected gradients: the prefix of a tool's keys, and the defaults of those that transformers reads.
-_PROJECTIONS = {
-    ("ms-swift", "galore"): {"rank": 128, "update_proj_gap": 50, "scale": 1.0, "proj_type": "std"},
-    ("LLaMA-Factory", "galore"): {"rank": 16, "update_interval": 200, "scale": 2.0, "proj_type": "std"},
-    ("LLaMA-Factory", "apollo"): {
-        "rank": 16,
-        "update_interval": 200,
-        "scale": 32.0,
-        "proj": "random",
-        "proj_type": "std",
-        "scale_type": "channel",
-    },
-}
-
-
-def _galore_and_apollo(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate these optimizers into transformers' optimizers of the same names, and remove their keys."""
-    for (tool, method), defaults in _PROJECTIONS.items():
-        if tool != translation.tool or not is_true(values.get(f"use_{method}")):
-            continue
-        if is_true(values.get(f"{method}_quantization")):
-            translation.refuse(f"{method}_quantization", "quantized projections are not supported; remove it")
-        del values[f"use_{method}"]
-        arguments = _pop_projection_arguments(values, method, defaults)
-        targets = []
-        for name in (f"{method}_target", f"{method}_target_modules"):
-            targets += [target for target in split_list(values.pop(name, None) or []) if target != "all"]
-        translation.set("optim", f"{method}_adamw", f"use_{method}")
-        # Linear layers of attention and MLP in transformers' names: all without the head.
-        training_arguments = {"optim_target_modules": targets or ["attn", "mlp"], "optim_args": arguments}
-        translation.set("training", training_arguments, f"{method}_*")
-
-
-def _pop_projection_arguments(values: dict[str, Any], method: str, defaults: Mapping[str, Any]) -> str:
-    """Remove an optimizer's arguments from ``values``; return them, or their defaults, as in ``rank=128,scale=1.0``."""
-    arguments = {key: values.pop(f"{method}_{key}", None) or default for key, default in defaults.items()}
-    if "update_interval" in arguments:  # LLaMA-Factory's name
-        arguments["update_proj_gap"] = arguments.pop("update_interval")
-    return ",".join(f"{key}={as_text(value)}" for key, value in arguments.items())
 
 
 def _split_sequences(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -242,26 +138,13 @@ def _split_sequences(translation: Translation, values: dict[str, Any], environ: 
 
 
 def _llama_factory(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Translate LLaMA-Factory's keys whose meaning depends on other keys; remove them, or leave them to the tables."""
-    if "do_train" in values and not is_true(values["do_train"]) and translation.source.command == "train":
-        translation.refuse("do_train", "this configuration does not train; packtool eval evaluates a model")
+    """Translate LLaMA-Factory's keys in ``values`` that the tables cannot translate, and remove them."""
     _llama_factory_packing(translation, values)
     _llama_factory_datasets(translation, values)
     _llama_factory_media(translation, values)
     translate_ratio(translation, values, "val_size")
-    _llama_factory_methods(translation, values)
-    _adapter_settings(translation, values, "finetuning_type")
     if values.get("finetuning_type") == "freeze":
         _freeze(translation, values)
-    targets = values.pop("lora_target", None)
-    if targets is not None:
-        names = split_list(targets)
-        translation.set("target_modules", ["all-linear"] if names == ["all"] else names, "lora_target")
-    if values.get("tokenized_path") and translation.values.get("dataset"):
-        translation.omit("tokenized_path", "packtool caches tokens itself; packtool import reads LLaMA-Factory's")
-        del values["tokenized_path"]
-    if values.get("adapter_name_or_path"):
-        values["adapter_name_or_path"] = split_list(values["adapter_name_or_path"])
 
 
 def _llama_factory_packing(translation: Translation, values: dict[str, Any]) -> None:
@@ -278,20 +161,6 @@ def _llama_factory_packing(translation: Translation, values: dict[str, Any]) -> 
         translation.set("max_length", length - 1, "cutoff_len, less 1 with packing as in LLaMA-Factory")
     elif "cutoff_len" in translation.source.values:
         translation.set("max_length", length, "cutoff_len")
-
-
-def _llama_factory_methods(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate BAdam and the weighted losses, with LLaMA-Factory's defaults of their settings."""
-    if is_true(values.pop("use_badam", None)):
-        is_layerwise = values.pop("badam_mode", "layer") == "layer"
-        if not is_layerwise or values.pop("badam_start_block", None) is not None:
-            translation.refuse("badam_mode, badam_start_block", "BAdam trains the layers in their order; remove them")
-        translation.set("badam_switch_interval", values.pop("badam_switch_interval", None) or 50, "use_badam")
-        translation.set("badam_switch_mode", values.pop("badam_switch_mode", None) or "ascending", "use_badam")
-    if is_true(values.pop("use_asft_loss", None)):
-        translation.set("asft_alpha", values.pop("asft_alpha", None) or 0.1, "use_asft_loss and asft_alpha")
-    if is_true(values.pop("use_eaft_loss", None)):
-        translation.set("eaft_alpha", values.pop("eaft_alpha", None) or 1.0, "use_eaft_loss and eaft_alpha")
 
 
 def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) -> None:
@@ -324,11 +193,11 @@ def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> No
     LLaMA-Factory resizes a picture to its limits, then the model's processor resizes the result to its own limits.
     packtool resizes once, so LLaMA-Factory's limits are moved into the range of the processor's.
     """
-    template = str(values.get("template") or local_model_config(values, "model_name_or_path").get("model_type"))
+    template = str(values.get("template") or translation.source.model_config.get("model_type"))
     if not _QWEN_MODELS.match(template) or not translation.get("dataset"):
         return
     for kind, prefix in (("image", ""), ("video", "video_")):
-        processor_min, processor_max = _processor_bounds(values, kind)
+        processor_min, processor_max = _processor_bounds(translation.source.model_directory, kind)
         if kind == "video" and "omni" in template:
             token_side = 32 if template.startswith("qwen3") else 28  # of a token's square of pixels
             processor_min = _OMNI_MIN_FRAME_TOKENS * token_side**2
@@ -349,9 +218,8 @@ def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> No
         translation.default("fps_max_frames", 128, "video_maxlen")
 
 
-def _processor_bounds(values: dict[str, Any], kind: str) -> tuple[int, int]:
+def _processor_bounds(folder: Path, kind: str) -> tuple[int, int]:
     """Return the minimum and maximum pixels in the settings of a local model's processor."""
-    folder = Path(str(values.get("model_name_or_path")))
     names = ["video_preprocessor_config.json"] * (kind == "video") + ["preprocessor_config.json"]
     path = next((folder / name for name in names if (folder / name).exists()), None)
     settings = load_config_file(str(path)) if path else {}
@@ -380,7 +248,7 @@ _FREEZE_COUNT = "freeze_trainable_layers"
 def _unfrozen_layers(translation: Translation, values: dict[str, Any]) -> range:
     """Return the numbers of the layers that LLaMA-Factory's method ``freeze`` trains."""
     count = int(translation.number(_FREEZE_COUNT, values.pop(_FREEZE_COUNT, None), 2))
-    num_layers = local_model_config(values, "model_name_or_path").get("num_hidden_layers", 0)
+    num_layers = translation.source.model_config.get("num_hidden_layers", 0)
     if not num_layers:  # not local, or with towers, whose layers have the same numbers
         reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
         translation.refuse("finetuning_type: freeze", reason)
@@ -409,8 +277,6 @@ def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str,
         _trl_dataset(translation, train_rows, test_rows)
     else:
         _trl_mixture(translation, datasets)
-    if is_true(values.get("assistant_only_loss")) or is_true(values.get("completion_only_loss")):
-        values["assistant_only_loss"] = True
 
 
 def _trl_dataset(translation: Translation, train_rows: list[str], test_rows: list[str]) -> None:
@@ -434,8 +300,8 @@ def _trl_mixture(translation: Translation, datasets: Any) -> None:
     rows = []
     for entry in datasets:
         rows += _trl_rows(str(entry["path"]), str(entry.get("name") or ""), str(entry.get("split") or "train"))
-        for key in sorted(set(entry) - {"path", "name", "split", "columns", "data_files", "data_dir"}):
-            translation.refuse(f"datasets, {key}", "not supported; remove it")
+        other_keys = sorted(set(entry) - {"path", "name", "split"})
+        translation.translate_object("datasets", {key: entry[key] for key in other_keys})
     if datasets:
         translation.set("dataset", rows, "datasets")
 

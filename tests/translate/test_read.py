@@ -94,7 +94,8 @@ def test_command_lines(tmp_path: Path) -> None:
         environ={"NPROC_PER_NODE": "8"},
         label="swift sft --model m --dataset a b --packing=true",
     )
-    assert read_command(["swift", "pt", "--model", "m"]).is_pretraining
+    pretraining = {"loss_scale": "all", "use_chat_template": False}
+    assert read_command(["swift", "pt", "--model", "m"]).values == {**pretraining, "model": "m"}
     assert read_command(["swift", "export", "--to_cached_dataset", "true"]).command == "export"
     file = tmp_path / "lf.yaml"
     file.write_text("model_name_or_path: m\nlearning_rate: 1\n")

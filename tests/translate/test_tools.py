@@ -14,9 +14,8 @@ from packtool.config.data import ExportConfig
 from packtool.config.settings import parse_yaml, resolve
 from packtool.config.train import TrainConfig
 from packtool.rows.forms.segments import PROMPT_FORMATS
-from packtool.translate import axolotl
 from packtool.translate.names import _FIELDS, Translation, _convert, _table, as_text
-from packtool.translate.read import TOOLS, ForeignConfig
+from packtool.translate.read import TOOLS, ForeignConfig, read_command
 from packtool.translate.tools import translate
 
 pytestmark = pytest.mark.smoke
@@ -267,8 +266,8 @@ def test_ms_swift_record_of_arguments() -> None:
 
 
 def test_ms_swift_pretraining_and_caches() -> None:
-    translation = translated("ms-swift", {"dataset": "a.txt"}, is_pretraining=True)
-    assert translation.values["loss_scale"] == "all"
+    source = read_command(["swift", "pt", "--dataset", "a.txt"])
+    assert translate(source, TRAIN, "train", {}).values["loss_scale"] == "all"
     caches = {"cached_dataset": ["./c/train"], "cached_val_dataset": "./c/val"}
     assert translated("ms-swift", caches).values["cached_dataset"] == ["./c"]
 
@@ -304,17 +303,33 @@ def test_tables_name_options_and_tools_that_exist() -> None:
         each, cls = _FIELDS[option]
         value = parse_yaml(text)
         assert as_text(value) != as_text(each.default) or condition != "-", (tool, option)
-        assert vars(resolve(cls, {}, file={"model": "m", "dataset": "a", "output_dir": "o", option: value}))
-    for tool, names, values, effect, text in _table("values.tsv"):
-        assert tool in ("*", *TOOLS.values())
+        assert_conditions(condition)
+        if condition == "-":
+            assert vars(resolve(cls, {}, file={"model": "m", "dataset": "a", "output_dir": "o", option: value}))
+    for tool, names, values, condition, effect, text in _table("values.tsv"):
+        assert tool in ("*", "packtool", *TOOLS.values())
         assert names, values
-        assert effect in ("set", "omit", "stop")
+        assert_conditions(condition)
+        if tool == "packtool":
+            assert names in _FIELDS
+            assert effect == "omit"
+        assert effect in ("set", "omit", "stop", "used")
+        assert bool(text) is (effect != "used")
         if effect == "set":
-            for pair in text.split(" "):
+            for pair in text.replace("{name}", names.split(" ")[0]).split(" "):
                 option, equals, value = pair.partition("=")
-                assert option in _FIELDS
+                assert option.partition(".")[0] in _FIELDS
                 assert equals
                 assert value == "{}" or _convert(option, value) is not None
+
+
+def assert_conditions(condition: str) -> None:
+    for test in [] if condition == "-" else condition.split(" "):
+        key, equals, alternatives = test.partition("=")
+        assert equals
+        assert alternatives == alternatives.lower()
+        if key.startswith("--"):
+            assert key.removesuffix("!").removeprefix("--").replace("-", "_") in _FIELDS
 
 
 AXOLOTL: dict[str, Any] = {
@@ -356,10 +371,11 @@ def test_prompts_of_axolotl_types() -> None:
 
     assert of_types("alpaca:chat", "alpaca:chat").values["prompt_format"] == "alpaca:chat"
     assert "prompt_format" not in of_types("chat_template").values
-    assert "one run has one prompt format" in str(of_types("alpaca", "alpaca:phi").problems)
+    assert "set --prompt-format to different values" in str(of_types("alpaca", "alpaca:phi").problems)
     other = [{"path": "v.jsonl", "type": "alpaca:phi"}]
-    assert "one run has one prompt format" in str(of_types("alpaca", test_datasets=other).problems)
-    assert {*axolotl._PROMPT_FORMATS, "plain"} == set(PROMPT_FORMATS)
+    assert "set --prompt-format to different values" in str(of_types("alpaca", test_datasets=other).problems)
+    for prompt_format in set(PROMPT_FORMATS) - {"plain"}:
+        assert of_types(prompt_format).values["prompt_format"] == prompt_format
     unknown = of_types("alpaca.load_no_prompt")
     assert "not by axolotl's prompt" in str(unknown.omitted)
 
@@ -417,7 +433,7 @@ def test_streamed_epochs_are_not_saved() -> None:
     values = {"model": "m", "dataset": ["d"], "streaming": True, "packing": True, "save_strategy": "epoch"}
     translation = translated("ms-swift", {**values, "max_steps": 9})
     assert "save_strategy" not in translation.values
-    assert "--save-steps" in dict(translation.omitted)["save_strategy: epoch"]
+    assert "--save-steps" in dict(translation.omitted)["save_strategy"]
     assert translated("ms-swift", {**values, "streaming": False}).values["save_strategy"] == "epoch"
 
 
@@ -473,15 +489,15 @@ def test_axolotl_without_validation_and_adapters() -> None:
     ("values", "problem"),
     [
         ({"datasets": [{"path": "a", "type": "bradley_terry.chat_template"}]}, "type: bradley_terry"),
-        ({"datasets": [{**CHAT, "message_property_mappings": {"role": "r", "content": "c"}}]}, "--dataset-info"),
+        ({"datasets": [{**CHAT, "message_property_mappings": {"role": "r"}}]}, "--dataset-info"),
         ({"datasets": [{**CHAT, "roles_to_train": ["tool"]}]}, "roles_to_train: tool"),
         ({"datasets": [{**CHAT, "split": "train[10%:]"}]}, "only the first rows"),
         ({"datasets": [{**CHAT, "drop_system_message": True}]}, "drop_system_message"),
         ({"val_set_size": 500}, "give a ratio"),
         ({"datasets": ["a.jsonl"]}, "expected a list of objects"),
-        ({"datasets": [{**CHAT, "message_property_mappings": 4}]}, "expected a list of objects"),
+        ({"datasets": [{**CHAT, "message_property_mappings": 4}]}, "message_property_mappings: 4"),
         ({"fsdp_config": 3}, "expected an object"),
-        ({"warmup_steps": float("nan")}, "not a number"),
+        ({"num_epochs": float("nan"), "saves_per_epoch": 2}, "not a number"),
         ({"adapter": "llama-adapter"}, "give lora or qlora"),
         ({"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, "SpectrumPlugin"),
         ({"rl": "dpo"}, "supervised training only"),
