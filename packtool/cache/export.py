@@ -196,20 +196,15 @@ class _Export:
         self.tasks = make_tasks(scanned_sources, config)
         if not self.tasks:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
-        self._warn_of_first_row_error(scanned_sources)
+        # Warn early, and only once, about rows that name media which they may not access.
+        warnings = (first_row_error(scanned.source, scanned.blocks) for scanned in scanned_sources[:_NUM_CHECKED])
+        if warning := next(filter(None, warnings), None):
+            self.progress.note(warning)
         close_readers()  # of this process; each worker opens its own
         # Rows become several samples if their turns are expanded, or if they have several responses.
         sources = (source for task in self.tasks for source, _ in task.row_blocks)
         expands_turns = "expand_turns" in self.identity.spec  # which does not record the value false
         self.has_parts = expands_turns or any("responses" in dict(source.columns) for source in sources)
-
-    def _warn_of_first_row_error(self, scanned_sources: Sequence[ScannedSource]) -> None:
-        """Warn early, and only once, about rows that name media which they may not access."""
-        for scanned in scanned_sources[:_NUM_CHECKED]:
-            warning = first_row_error(scanned.source, scanned.blocks)
-            if warning:
-                self.progress.note(warning)
-                return
 
     def _task_settings(
         self, directory: str | None, export: str = "", lock: DirectoryLock | None = None
@@ -365,12 +360,8 @@ class _Export:
         if not damaged_tasks:
             return {}
         settings = self._task_settings(scratch, lock=lock)
-        results = self._run_tasks(damaged_tasks, {}, settings, lock.check_last_renewal)
-        sha256_by_path = {}
-        for result in results.values():
-            for split, shard in result.splits.items():
-                sha256_by_path[f"{split}/{shard.file}"] = shard.sha256
-        return sha256_by_path
+        results = self._run_tasks(damaged_tasks, {}, settings, lock.check_last_renewal).values()
+        return {f"{split}/{shard.file}": shard.sha256 for result in results for split, shard in result.splits.items()}
 
     def _summary(
         self, manifest: Manifest, results: Sequence[TaskResult], reused: Mapping[int, TaskResult], dropped_file: str
@@ -481,7 +472,8 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, encoder: E
                 prefixes = prefix_hashes(samples, encoder.media_tokens, longer_than=MIN_SHARED, medium_key=medium_key)
                 batches.append(without_samples(prefix_batch(*prefixes), left_out))
         for prefix_type in (PREFIX, OLD_PREFIX):
-            data = _prefix_file(batches, prefix_type)
+            schema = pa.schema([("prefixes", pa.list_(prefix_type))])
+            data = arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)
             if hashlib.sha256(data).hexdigest() == original_sha256:
                 storage.publish(path, data)
                 return
@@ -492,9 +484,3 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, encoder: E
         "The samples themselves are intact: train with --share-prefix false, which does not read this file; or "
         "export into another --output-dir. --overwrite instead of --repair would delete this cache first.",
     )
-
-
-def _prefix_file(batches: Sequence[pa.RecordBatch], prefix_type: pa.StructType) -> bytes:
-    """Return the content of ``prefixes.arrow`` whose prefixes have the fields of ``prefix_type``."""
-    schema = pa.schema([("prefixes", pa.list_(prefix_type))])
-    return arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)

@@ -135,24 +135,18 @@ def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.
     lists = batch.column("prefixes")  # one list of prefixes for each sample
     if lists.type == pa.list_(prefix_type) or lists.null_count or lists.values.null_count:
         return batch
-    columns = _prefix_columns(lists.flatten(), prefix_type)
+    prefixes = lists.flatten()
+    new_names = {field.name for field in prefix_type} - {field.name for field in (*prefixes.type, *OLD_PREFIX)}
+    columns = [
+        pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes))
+        if field.name in new_names
+        else prefixes.field(field.name)  # raises a KeyError if even an old field is missing
+        for field in prefix_type
+    ]
     # If the batch is a slice, its offsets do not begin at 0, but those of the flattened prefixes do.
     offsets = pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
     structs = pa.StructArray.from_arrays(columns, fields=list(prefix_type))
     return pa.record_batch([pa.ListArray.from_arrays(offsets, structs)], names=["prefixes"])
-
-
-def _prefix_columns(prefixes: pa.StructArray, prefix_type: pa.StructType) -> list[pa.Array]:
-    """Return a column of the prefixes for each field of ``prefix_type``, with ``UNKNOWN`` for new fields."""
-    stored_names = {field.name for field in prefixes.type}
-    old_names = {field.name for field in OLD_PREFIX}
-    columns = []
-    for field in prefix_type:
-        if field.name in stored_names or field.name in old_names:
-            columns.append(prefixes.field(field.name))  # raises a KeyError if even an old field is missing
-        else:
-            columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))
-    return columns
 
 
 def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:

@@ -12,6 +12,7 @@ later, each process also compares every block with its checksum when it first re
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
-from typing import BinaryIO, NamedTuple, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -237,13 +238,6 @@ _SPARE_BYTES = 2**30  # left free on the disk, which often holds checkpoints too
 _MAX_ATTEMPTS = 2
 
 
-class _Copy(NamedTuple):
-    path: str
-    fingerprint: str  # of its cache
-    size: int
-    used_at: float  # Unix time in seconds
-
-
 @dataclass(frozen=True)
 class LocalCopies:
     """A directory with local copies of remote caches, and notes about verified files.
@@ -376,16 +370,17 @@ class LocalCopies:
         The least recently used copies are removed first. Raises a StorageError if the disk is still too full.
         """
         with locked(os.path.join(self.directory, _LOCK_NAME)):
-            copies = sorted(self._copies(), key=lambda copy: copy.used_at)
+            copies = self._copies()
             bytes_to_free = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
             if self.limit is not None:
-                used_bytes = sum(copy.size for copy in copies)
+                used_bytes = sum(state.st_size for _, state in copies)
                 bytes_to_free = max(bytes_to_free, used_bytes + size - self.limit)
-            for copy in copies:
+            for copy, state in copies:
                 if bytes_to_free <= 0:
                     break
-                if copy.fingerprint not in self.caches_in_use and _remove(copy.path):
-                    bytes_to_free -= copy.size
+                fingerprint = os.path.basename(os.path.dirname(copy))
+                if fingerprint not in self.caches_in_use and _remove(copy):
+                    bytes_to_free -= state.st_size
             free = shutil.disk_usage(self.directory).free
             if size + _SPARE_BYTES > free:
                 raise StorageError(
@@ -396,16 +391,14 @@ class LocalCopies:
             # The file now has its final size, which other processes count: the space is reserved.
             file.truncate(size)
 
-    def _copies(self) -> Iterator[_Copy]:
-        """Yield all copies, finished and unfinished."""
-        for fingerprint in os.listdir(self.directory):
-            folder = os.path.join(self.directory, fingerprint)
-            for name in os.listdir(folder) if os.path.isdir(folder) else ():
-                if name.endswith((_SHARD, _INDEX, _UNFINISHED)):
-                    path = os.path.join(folder, name)
-                    with suppress(FileNotFoundError):
-                        state = os.stat(path)
-                        yield _Copy(path, fingerprint, state.st_size, used_at=state.st_mtime)
+    def _copies(self) -> list[tuple[str, os.stat_result]]:
+        """Return path and status of all copies, finished and unfinished, the least recently used first."""
+        copies = []
+        for path in glob.glob(os.path.join(glob.escape(self.directory), "*", "*")):
+            if path.endswith((_SHARD, _INDEX, _UNFINISHED)):
+                with suppress(FileNotFoundError):
+                    copies.append((path, os.stat(path)))
+        return sorted(copies, key=lambda copy: copy[1].st_mtime)
 
 
 def _download(path: str, file: BinaryIO) -> tuple[int, str]:

@@ -92,7 +92,9 @@ def _pid_space() -> str:
 def _start_ticks(pid: int) -> str | None:
     """Return the start time of a local process in clock ticks; "" if it is unknown, None if the process has ended."""
     if not os.path.isdir("/proc/self"):
-        return "" if _exists(pid) else None
+        import psutil  # here, because it is needed only on systems without ``/proc``
+
+        return "" if psutil.pid_exists(pid) else None
     try:
         with open(f"/proc/{pid}/stat") as file:
             text = file.read()
@@ -102,15 +104,6 @@ def _start_ticks(pid: int) -> str | None:
     state, start_ticks = fields[0], fields[19]
     is_ended = state in "ZX"  # a zombie or dead
     return None if is_ended else start_ticks
-
-
-def _exists(pid: int) -> bool:
-    """Return whether a process exists, on a system without ``/proc``; true if that is unknown."""
-    try:
-        os.kill(pid, 0)  # sends nothing
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def is_lock(name: str) -> bool:

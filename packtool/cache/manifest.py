@@ -80,14 +80,18 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
 
     Args:
         kind: a dataclass, str, int, float, bool, Any, a union with None, a literal of texts, ``tuple[X, ...]`` or
-            ``Mapping[str, X]``. ``Annotated[X, value]`` accepts ``value`` besides the values of ``X``.
+            ``Mapping[str, X]``. ``Annotated[X, value]`` accepts ``value`` besides the values of ``X``;
+            ``Annotated[str, pattern]`` only texts that a regular expression matches.
         path: where the value is in its file, for messages.
     """
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is Annotated:
-        base_type, special_value = arguments
-        return raw if raw == special_value else value_of(base_type, raw, path)
+        base_type, special = arguments
+        value = raw if raw == special else value_of(base_type, raw, path)
+        if isinstance(special, re.Pattern) and not special.fullmatch(value):
+            raise WrongValue(path, raw, f"a name of the form {special.pattern}")
+        return value
     if kind is Any:
         return raw
     if dataclasses.is_dataclass(kind):
@@ -137,6 +141,12 @@ _PLAIN_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
     float: ("a number that is not negative", (int, float)),
 }
 
+# Any other name in a manifest could lead out of the cache's directory.
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_SHARD_NAME = re.compile(r"data-[0-9]{5,9}-of-[0-9]{5,9}\.arrow")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA256_OR_EMPTY = re.compile(r"([0-9a-f]{64})?")
+
 # Settings that are paths. They are not compared: hashes of the files are part of the identity.
 PATH_SETTINGS = ("model", "chat_template")
 
@@ -166,10 +176,10 @@ class SourceInfo:
 class ShardInfo:
     """A data file of a split: name, number of rows, size in bytes, SHA-256."""
 
-    file: str
+    file: Annotated[str, _SHARD_NAME]
     rows: int
     bytes: int
-    sha256: str
+    sha256: Annotated[str, _SHA256]
 
 
 class Counts:
@@ -249,7 +259,7 @@ class SplitInfo(SampleCounts):
 
     length_histogram: tuple[int, ...]
     shards: tuple[ShardInfo, ...]
-    index_sha256: str = ""
+    index_sha256: Annotated[str, _SHA256_OR_EMPTY] = ""
     prefixes_sha256: str = ""
 
 
@@ -288,7 +298,7 @@ class Manifest(InputCounts):
     sources: tuple[SourceInfo, ...]
     channels: tuple[str, ...]
     splits: Mapping[str, SplitInfo]
-    fingerprint: str
+    fingerprint: Annotated[str, _FINGERPRINT]
 
     @property
     def max_length(self) -> int:
@@ -352,14 +362,6 @@ def _no_cache_error(directory: str) -> MismatchError:
     return MismatchError(message, "Run packtool export with this --output-dir to create or finish it.")
 
 
-# Patterns of names and digests, by kind. Any other name in a manifest could lead out of the cache's directory.
-_PATTERNS = {
-    "fingerprint": re.compile(r"[0-9a-f]{16}"),
-    "shard": re.compile(r"data-[0-9]{5,9}-of-[0-9]{5,9}\.arrow"),
-    "sha256": re.compile(r"[0-9a-f]{64}"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExportSummary:
     """The counts of an export, with the field names of ``packtool export --json``.
@@ -410,11 +412,6 @@ class ExportSummary:
 
 def _check_split(path: str, split: SplitInfo) -> None:
     """Raise a WrongValue for the first wrong value of a split; ``path`` of the split in the manifest."""
-    if split.index_sha256:
-        _check_name(f"{path}.index_sha256", split.index_sha256, "sha256")
-    for i, shard in enumerate(split.shards):
-        _check_name(f"{path}.shards[{i}].file", shard.file, "shard")
-        _check_name(f"{path}.shards[{i}].sha256", shard.sha256, "sha256")
     files = [shard.file for shard in split.shards]
     if len(set(files)) < len(files):
         raise WrongValue(f"{path}.shards", files, "distinct names")
@@ -425,7 +422,6 @@ def _check_split(path: str, split: SplitInfo) -> None:
 
 def _check_values(manifest: Manifest) -> None:
     """Raise a WrongValue for the first value that no export writes, although its type is right."""
-    _check_name("fingerprint", manifest.fingerprint, "fingerprint")
     for name, split in manifest.splits.items():
         if name not in (TRAIN_SPLIT, VAL_SPLIT):
             raise WrongValue(f"splits.{name}", name, f"{TRAIN_SPLIT} or {VAL_SPLIT}")
@@ -458,12 +454,6 @@ def _check_identity(identity: Identity) -> None:
     for limits in (identity.media_limits.image, identity.media_limits.video):
         if limits is not None and 0 in (limits.patch_size, limits.merge_size, limits.temporal_patch_size):
             raise WrongValue("identity.media_limits", limits, "patches of at least one pixel")
-
-
-def _check_name(path: str, value: str, kind: str) -> None:
-    """Raise a WrongValue unless the value at ``path`` matches ``_PATTERNS[kind]``."""
-    if not _PATTERNS[kind].fullmatch(value):
-        raise WrongValue(path, value, f"a name of the form {_PATTERNS[kind].pattern}")
 
 
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:

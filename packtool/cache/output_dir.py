@@ -5,14 +5,15 @@ Tasks leave markers and parts of the index in ``.tasks``. From these an interrup
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -198,7 +199,9 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
     if num_old or (is_other_export and is_part):  # nothing that is finished is removed, and parts remove nothing
         raise _other_export_error(directory, num_old)
     if not is_part:
-        _clear_unfinished(directory, keep_tasks=is_resumed)
+        if not is_resumed:
+            clear(directory)
+        _discard_unfinished_uploads(directory)
     for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(storage.join(directory, name))
     if not is_resumed:
@@ -208,11 +211,8 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
     return finished_tasks(directory, export_id(state))
 
 
-def _clear_unfinished(directory: str, *, keep_tasks: bool) -> None:
-    """Discard unfinished uploads and, unless ``keep_tasks`` is set, remove all files of an earlier export."""
-    if not keep_tasks:
-        clear(directory)
-    with suppress(StorageError):  # unfinished uploads cost money, but do not harm the cache
+def _discard_unfinished_uploads(directory: str) -> None:
+    with suppress(StorageError):  # they cost money, but do not harm the cache
         storage.discard_unfinished(directory)
 
 
@@ -226,34 +226,30 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
 
     ``export``: result of ``export_id``.
     """
-    results = {}
-    states: dict[str, dict[str, storage.FileState | None]] = {}  # size and time of each split's files, by name
-    for name in storage.list_names(storage.join(directory, TASKS_DIR)):
-        if not _is_marker(name):
-            continue
+    results = []
+    for name in filter(_is_marker, storage.list_names(storage.join(directory, TASKS_DIR))):
         try:
             result = TaskResult.from_json(storage.read_bytes(storage.join(directory, TASKS_DIR, name)))
         except (ValueError, LookupError, TypeError, AttributeError):
             continue  # damaged, or of another version: the task runs again
-        if result.export != export:
-            continue
-        for split in result.splits:
-            if split not in states:
-                states[split] = storage.entries(storage.join(directory, split))
         # The small files are checked first, because checking a shard may read all of it.
-        if _has_intact_files(directory, result) and _has_intact_shards(directory, result, states):
-            results[result.number] = result
-    return results
+        if result.export == export and _has_intact_files(directory, result):
+            results.append(result)
+    changed = {number for number, _ in _changed_shards(directory, results)}
+    return {result.number: result for result in results if result.number not in changed}
 
 
-def _has_intact_shards(
-    directory: str, result: TaskResult, states: Mapping[str, Mapping[str, storage.FileState | None]]
-) -> bool:
-    """Return whether the shards of a task are those that it wrote; ``states``: of the files of each split, by name."""
-    return all(
-        is_shard(storage.join(directory, split, shard.file), states[split].get(shard.file), shard)
-        for split, shard in result.splits.items()
-    )
+def _changed_shards(directory: str, results: Sequence[TaskResult]) -> list[tuple[int, str]]:
+    """Return (task number, path below the directory) of the shards that are not those that the tasks wrote."""
+    changed = []
+    for split in sorted({split for result in results for split in result.splits}):
+        folder = storage.join(directory, split)
+        states = storage.entries(folder)
+        for result in results:
+            shard = result.splits.get(split)
+            if shard is not None and not is_shard(storage.join(folder, shard.file), states.get(shard.file), shard):
+                changed.append((result.number, f"{split}/{shard.file}"))
+    return changed
 
 
 def num_finished(directory: str) -> int:
@@ -286,7 +282,7 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def delayed_gc() -> Iterator[Callable[[], None]]:
     """Disable garbage collection until the yielded function is called; later collections skip the objects made before.
 
@@ -319,9 +315,8 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
     split_names = sorted({name for result in results for name in result.splits})
     channels = dict.fromkeys(name for result in results for name in result.channels)  # in order of appearance
     max_length = int(identity.spec["max_length"])
-    row_counts = InputCounts.total(result.counts for result in results)
     manifest = Manifest(
-        **vars(row_counts),
+        **vars(InputCounts.total(result.counts for result in results)),
         packtool_version=VERSION,
         identity=identity,
         sources=sources,
@@ -353,7 +348,7 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
         histogram[min((length - 1) * _HISTOGRAM_BINS // max_length, _HISTOGRAM_BINS - 1)] += count
     return SplitInfo(
         **vars(SampleCounts.total(shard.counts for shard in shards)),
-        length_histogram=tuple(int(count) for count in histogram),
+        length_histogram=tuple(histogram.tolist()),
         shards=tuple(ShardInfo(s.file, s.counts.rows + len(s.left_out), s.bytes, s.sha256) for s in shards),
     )
 
@@ -384,16 +379,14 @@ def compare_rows(
     if directory and counts:
         storage.publish(path, "".join(lines).encode())
     hygiene.refuse_overlaps(config, counts, path)
-    ends = np.cumsum([len(batch) for _, _, batch in parts])
-    part_of_drop = np.searchsorted(ends, [first for first, _ in drops], side="right")
-    for i in np.unique(part_of_drop):
-        split, result, batch = parts[i]
-        low, high = np.searchsorted(part_of_drop, (i, i + 1))
-        part_drops = drops[low:high]
-        firsts = [first - ends[i] + len(batch) for first, _ in part_drops]
-        result.splits[split] = result.splits[split].without(batch, firsts)
-        result.counts += InputCounts.total(InputCounts.of_dropped(drop) for _, drop in part_drops)
-        result.drops += [drop.to_json() for _, drop in part_drops]
+    # The index joins the parts, and drops are in its order.
+    starts = np.cumsum([0, *(len(batch) for _, _, batch in parts)]).tolist()
+    for number, drops_of_part in groupby(drops, key=lambda drop: bisect_right(starts, drop[0]) - 1):
+        split, result, batch = parts[number]
+        firsts, rows = zip(*drops_of_part, strict=True)
+        result.splits[split] = result.splits[split].without(batch, [first - starts[number] for first in firsts])
+        result.counts += InputCounts.total(map(InputCounts.of_dropped, rows))
+        result.drops += [row.to_json() for row in rows]
     return results, counts
 
 
@@ -458,25 +451,17 @@ def remove_leftovers(directory: str, manifest: Manifest) -> None:
         for name in storage.list_names(folder):
             if name not in known:
                 storage.remove(storage.join(folder, name))
-    with suppress(StorageError):  # unlisted uploads cost money, but do no harm to the cache
-        storage.discard_unfinished(directory)
+    _discard_unfinished_uploads(directory)
     storage.remove(storage.join(directory, TASKS_DIR))
 
 
 def check_written(directory: str, results: Sequence[TaskResult]) -> None:
     """Raise a MismatchError that names the shards which are not those that the tasks wrote."""
-    wrong = []
-    for split in sorted({split for result in results for split in result.splits}):
-        folder = storage.join(directory, split)
-        states = storage.entries(folder)
-        for result in results:
-            shard = result.splits.get(split)
-            if shard is not None and not is_shard(storage.join(folder, shard.file), states.get(shard.file), shard):
-                wrong.append(f"{split}/{shard.file}")
-    if wrong:
-        shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+    changed = [path for _, path in _changed_shards(directory, results)]
+    if changed:
+        shown = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
         raise MismatchError(
-            f"{directory}: {len(wrong)} shards differ from those that this export wrote ({shown}): another process "
+            f"{directory}: {len(changed)} shards differ from those that this export wrote ({shown}): another process "
             "writes there too, and nothing was published",
             "Run the same command again to recreate those shards. Give each export an --output-dir of its own.",
         )

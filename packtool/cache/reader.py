@@ -299,11 +299,8 @@ class CacheReader:
 
 def _has_local_media(sample: EncodedSample) -> bool:
     """Return whether a medium of a sample is read from a local file."""
-    for medium in sample.media:
-        for path, data in files_of(medium):
-            if data is None and path is not None and not storage.is_remote(path):
-                return True
-    return False
+    files = (file for medium in sample.media for file in files_of(medium))
+    return any(data is None and path is not None and not storage.is_remote(path) for path, data in files)
 
 
 class ShardFile:
@@ -552,18 +549,12 @@ class RelabeledReader:
 def _bare_samples(table: pa.Table) -> Iterator[EncodedSample]:
     """Yield the samples of a table with ``_TARGET_COLUMNS``, without media and origin."""
     for batch in table.to_batches():
-        columns = [_lists(batch.column(name)) for name in ("input_ids", "labels", "turns")]
+        columns = [batch.column(name).to_numpy(zero_copy_only=False) for name in ("input_ids", "labels", "turns")]
         truncated = batch.column("truncated").to_pylist()
         for ids, labels, turns, num_truncated in zip(*columns, truncated, strict=True):
             yield EncodedSample(
                 ids, labels, turns, images=(), channel=None, source="", row=0, num_truncated=num_truncated
             )
-
-
-def _lists(column: pa.ListArray) -> Iterator[npt.NDArray[np.int32]]:
-    values = column.values.to_numpy(zero_copy_only=True)
-    for start, stop in pairwise(column.offsets.to_pylist()):
-        yield values[start:stop]
 
 
 class MixedSamples:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count, groupby, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -369,12 +369,8 @@ MIN_SHARD_ROWS = 256
 _MAX_SHARD_ROWS, _NUM_SHARDS = 16384, 64  # shards have a 64th of all rows, within these limits
 
 
-class _TaskRows(NamedTuple):
-    """Rows of a task before its shards have names; fields as in ``Task``. ``splits``: those it has rows of."""
-
-    row_blocks: SourceBlocks
-    val_rows: tuple[int, ...]
-    splits: tuple[str, ...]
+_TaskRows = tuple[SourceBlocks, tuple[int, ...], tuple[str, ...]]
+"""Rows of a task whose shards have no names so far: ``row_blocks``, ``val_rows``, and the splits with such rows."""
 
 
 def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
@@ -386,22 +382,25 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     even_rows = math.ceil(num_rows / _NUM_SHARDS)
     shard_rows = config.rows_per_shard or min(max(even_rows, MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
     num_dataset_rows = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
-    val_rows = _draw_val_rows(num_dataset_rows, config.split_dataset_ratio, config.seed)
+    num_val = 0
+    if config.split_dataset_ratio and num_dataset_rows > 1:
+        num_val = max(round(num_dataset_rows * config.split_dataset_ratio), 1)
+    random = np.random.default_rng(config.seed)
+    val_rows = np.sort(random.choice(num_dataset_rows, num_val, replace=False, shuffle=False))
     return _with_shards(list(_rows_of_tasks(scanned, shard_rows, val_rows)))
 
 
 def _with_shards(rows_of_tasks: Sequence[_TaskRows]) -> list[Task]:
     """Return the tasks with their shards, which are numbered within their split; names contain the number of shards."""
-    num_shards = Counter(split for rows in rows_of_tasks for split in rows.splits)
-    next_shard = dict.fromkeys(num_shards, 0)
+    num_shards = Counter(split for *_, splits in rows_of_tasks for split in splits)
+    counters = {split: count() for split in num_shards}
     tasks: list[Task] = []
-    for number, rows in enumerate(rows_of_tasks):
+    for number, (row_blocks, val_rows, splits) in enumerate(rows_of_tasks):
         shards = {}
-        for split in rows.splits:
-            shard = next_shard[split]
+        for split in splits:
+            shard = next(counters[split])
             shards[split] = shard, f"data-{shard:05d}-of-{num_shards[split]:05d}.arrow"
-            next_shard[split] += 1
-        tasks.append(Task(number, rows.row_blocks, rows.val_rows, shards))
+        tasks.append(Task(number, row_blocks, val_rows, shards))
     return tasks
 
 
@@ -417,20 +416,13 @@ def _rows_of_tasks(
         blocks_by_source = [(item.source, item.blocks) for item in sources if len(item.blocks)]
         for row_blocks in _divide(blocks_by_source, shard_rows):
             if split == VAL_SPLIT:  # rows of --val-dataset
-                yield _TaskRows(row_blocks, val_rows=(), splits=(VAL_SPLIT,))
+                yield row_blocks, (), (VAL_SPLIT,)
                 continue
             end_row = first_row + sum(blocks.num_rows for _, blocks in row_blocks)
             low, high = np.searchsorted(val_rows, (first_row, end_row))  # val_rows[low:high] are rows of this task
             positions = tuple((val_rows[low:high] - first_row).tolist())
-            splits = (TRAIN_SPLIT, VAL_SPLIT) if positions else (TRAIN_SPLIT,)
-            yield _TaskRows(row_blocks, positions, splits)
+            yield row_blocks, positions, (TRAIN_SPLIT, VAL_SPLIT) if positions else (TRAIN_SPLIT,)
             first_row = end_row
-
-
-def _draw_val_rows(num_rows: int, ratio: float, seed: int) -> npt.NDArray[np.int64]:
-    """Draw the rows of the val split, ascending; at least one if ``ratio`` is not 0 and two rows exist."""
-    num_val = max(round(num_rows * ratio), 1) if ratio and num_rows > 1 else 0
-    return np.sort(np.random.default_rng(seed).choice(num_rows, num_val, replace=False, shuffle=False))
 
 
 def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[SourceBlocks]:
