@@ -431,8 +431,13 @@ def _check_values(manifest: Manifest) -> None:
     for i, source in enumerate(manifest.sources):
         if source.settings and not isinstance(load_json(source.settings), dict):
             raise WrongValue(f"sources[{i}].settings", source.settings, "a JSON object")
-    _check_spec(manifest.identity.spec)
-    _check_identity(manifest.identity)
+    identity = manifest.identity
+    _check_spec(identity.spec)
+    if identity.split_dataset_ratio > 1:
+        raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "at most 1")
+    for limits in (identity.media_limits.image, identity.media_limits.video):
+        if limits is not None and 0 in (limits.patch_size, limits.merge_size, limits.temporal_patch_size):
+            raise WrongValue("identity.media_limits", limits, "patches of at least one pixel")
 
 
 def _check_spec(spec: Mapping[str, Any]) -> None:
@@ -445,15 +450,6 @@ def _check_spec(spec: Mapping[str, Any]) -> None:
     for name, minimum in minimums.items():
         if name not in spec or spec[name] < minimum:
             raise WrongValue(f"identity.spec.{name}", spec.get(name), f"at least {minimum!r}")
-
-
-def _check_identity(identity: Identity) -> None:
-    """Raise a WrongValue for a ratio of the val split or media limits that no export has."""
-    if identity.split_dataset_ratio > 1:
-        raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "at most 1")
-    for limits in (identity.media_limits.image, identity.media_limits.video):
-        if limits is not None and 0 in (limits.patch_size, limits.merge_size, limits.temporal_patch_size):
-            raise WrongValue("identity.media_limits", limits, "patches of at least one pixel")
 
 
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:

@@ -84,16 +84,11 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     if plan.shared_tokens is not None:
         schema = schema.append(_SHARED)
         columns.append(plan.shared_tokens)
-    schema = schema.with_metadata({_METADATA_KEY: _metadata(plan)})
-    storage.publish(path, arrow_bytes(_batches(columns, schema), schema))
-
-
-def _metadata(plan: SavedPlan) -> bytes:
-    """Return the settings of a plan as JSON."""
-    values = {name: getattr(plan, name) for name in _METADATA}
+    metadata = {name: getattr(plan, name) for name in _METADATA}
     if not plan.parts:
-        del values["parts"]  # so that older versions, which do not know it, can read plans without divided trees
-    return json.dumps(values).encode()
+        del metadata["parts"]  # so that older versions, which do not know it, can read plans without divided trees
+    schema = schema.with_metadata({_METADATA_KEY: json.dumps(metadata).encode()})
+    storage.publish(path, arrow_bytes(_batches(columns, schema), schema))
 
 
 def _batches(columns: Sequence[npt.NDArray[np.integer[Any]]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -275,7 +275,7 @@ class Encoder:
         return drop_too_long(item.sample, self.spec, f"at least {min_tokens}")
 
     def _render_chunks(self, sample: Sample) -> list[Chunk]:
-        """Render a sample, and split it at control tokens; conversations are rendered by the chat template."""
+        """Render a conversation by the chat template, or join texts; split the result at control tokens."""
         media_kinds = [kind for kind, refs in sample.media.items() if refs]
         strings = strings_of(sample)
         try:
@@ -283,12 +283,8 @@ class Encoder:
         except ValueError as error:
             raise RowProblem("private_characters", str(error)) from error
         texts = [escaper.escape_text(escaper.escape_media(turn.content, media_kinds)) for turn in sample.turns]
-        if sample.is_text:
-            return self._split_texts(sample, escaper, texts)
-        return self._render_conversation(sample, escaper, texts)
-
-    def _split_texts(self, sample: Sample, escaper: ControlEscaper, texts: Sequence[str]) -> list[Chunk]:
-        """Split the escaped texts of a pretraining row at control tokens, and add the tokens at its start and end."""
+        if not sample.is_text:
+            return self._render_conversation(sample, escaper, texts)
         chunks = [chunk for text in texts for chunk in escaper.split(text)]
         if self._start_of_text and sample.ends_text and not texts[0].startswith(self._start_of_text):
             chunks.insert(0, Chunk(control=self._start_of_text, media_kind="", text=""))
@@ -502,8 +498,8 @@ class Encoder:
     def _header_span(self, sample: Sample, text_start: int, ids: Sequence[int]) -> tuple[int, ...]:
         """Return [start, end) of a turn's header among the tokens; ``ids`` are those of the text at ``text_start``."""
         _, finder = self._template_of(sample)
-        control, header = finder.header[-1]
-        return text_start, text_start + self._header_length(control, header, ids)
+        last_chunk = finder.header[-1]
+        return text_start, text_start + self._header_length(last_chunk.control, last_chunk.text, ids)
 
     def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
         """Return how many of the first ``ids`` of the text after a control token belong to the turn's header.

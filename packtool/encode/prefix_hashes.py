@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,13 +48,8 @@ class PrefixHashes(NamedTuple):
     target_tokens: IntArray
 
 
-class _PrefixDigest(NamedTuple):
-    """A prefix of ``length`` tokens, its hash as bytes, and the media that the previous prefix does not contain."""
-
-    length: int
-    new_media: list[Medium]
-    digest: bytes
-
+_PrefixDigest = tuple[int, list[Medium], int]
+"""Length of a prefix in tokens, the media that the previous prefix does not contain, and its hash."""
 
 MediumKey = Callable[[str | None, bytes | None], tuple[str | None, str | None]]
 """Returns the two texts that are hashed instead of a medium's path and bytes."""
@@ -78,34 +73,24 @@ def prefix_hashes(
     A sample with media that cannot be located by ``tokens`` has no prefixes. Prefixes of at most ``longer_than`` tokens
     are left out. Return int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
-    num_prefixes: list[int] = []  # of each sample
-    prefixes: list[_Prefix] = []
-    for sample in samples:
-        prefixes_of_sample = _prefixes_of(sample, tokens, longer_than, medium_key)
-        num_prefixes.append(len(prefixes_of_sample))
-        prefixes += prefixes_of_sample
-    counts = np.array(num_prefixes, np.int64)
-    lengths = [prefix.length for prefix in prefixes]
-    digests = b"".join([prefix.digest for prefix in prefixes])
-    hashes = PrefixHashes(
-        lengths=np.array(lengths, np.int32),
-        hashes=np.frombuffer(digests, "<u8").astype(np.uint64),
-        media_tokens=np.array([prefix.media_tokens for prefix in prefixes], np.int32),
-        audio_tokens=np.array([prefix.audio_tokens for prefix in prefixes], np.int32),
-        patch_squares=np.array([prefix.patch_squares for prefix in prefixes], np.int64),
-        target_tokens=_count_targets(samples, counts, np.array(lengths, np.int64)),
-    )
-    return counts, hashes
+    prefixes_by_sample = [_prefixes_of(sample, tokens, longer_than, medium_key) for sample in samples]
+    counts = np.array([len(prefixes) for prefixes in prefixes_by_sample], np.int64)
+    table = np.array(list(chain.from_iterable(prefixes_by_sample)), _PREFIX)
+    columns = {name: np.ascontiguousarray(table[name]) for name in _PREFIX.names or ()}
+    return counts, PrefixHashes(**columns, target_tokens=_count_targets(samples, counts, columns["lengths"]))
 
 
-class _Prefix(NamedTuple):
-    """A prefix of a sample, with the fields of ``PrefixHashes`` except its target tokens."""
-
-    length: int
-    digest: bytes
-    media_tokens: int
-    audio_tokens: int
-    patch_squares: int
+_Prefix = tuple[int, int, int, int, int]
+_PREFIX = np.dtype(
+    [
+        ("lengths", np.int32),
+        ("hashes", np.uint64),
+        ("media_tokens", np.int32),
+        ("audio_tokens", np.int32),
+        ("patch_squares", np.int64),
+    ]
+)
+"""The fields of a ``_Prefix``: those of ``PrefixHashes`` except its target tokens."""
 
 
 def _prefixes_of(sample: EncodedSample, tokens: MediaTokens, longer_than: int, medium_key: MediumKey) -> list[_Prefix]:
@@ -128,13 +113,11 @@ def _prefixes_of(sample: EncodedSample, tokens: MediaTokens, longer_than: int, m
                 squares += patch_squares(medium.grid)
         if end > longer_than:
             num_media_tokens = num_vision_tokens + num_audio_tokens
-            prefixes.append(_Prefix(end, digest, num_media_tokens, num_audio_tokens, squares))
+            prefixes.append((end, digest, num_media_tokens, num_audio_tokens, squares))
     return prefixes
 
 
-def _count_targets(
-    samples: Sequence[EncodedSample], counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> IntArray:
+def _count_targets(samples: Sequence[EncodedSample], counts: npt.NDArray[np.int64], lengths: IntArray) -> IntArray:
     """Return the number of targets in each of the M prefixes, int32 (M,).
 
     ``counts``: number of prefixes of each sample, (S,); ``lengths``: tokens of each prefix, (M,).
@@ -181,9 +164,8 @@ def _hash_forms(sample: EncodedSample) -> Iterator[tuple[MediumKey, bytes, set[i
     Older caches identified media by address, began hashes with the channel, or had no prefixes of system prompts. A
     sample is unchanged if its hashes are equal in any combination of these.
     """
-    yield from product(
-        (by_content, by_address), (_BEGINNING, repr(sample.channel).encode()), (_prompt_ends(sample), set())
-    )
+    beginnings = _BEGINNING, repr(sample.channel).encode()
+    return product((by_content, by_address), beginnings, (_prompt_ends(sample), set()))
 
 
 def _changed_media(digests: Iterable[_PrefixDigest], hashes: Mapping[int, int]) -> list[Medium] | None:
@@ -192,7 +174,7 @@ def _changed_media(digests: Iterable[_PrefixDigest], hashes: Mapping[int, int]) 
     for end, new_media, digest in digests:
         unconfirmed += new_media
         if end in hashes:
-            if int.from_bytes(digest, "little") != hashes[end]:
+            if digest != hashes[end]:
                 return unconfirmed
             unconfirmed = []
     return None
@@ -229,7 +211,7 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
 def _digests(
     sample: EncodedSample, media: Sequence[MediumSpan], ends: Sequence[int], medium_key: MediumKey, beginning: bytes
 ) -> Iterator[_PrefixDigest]:
-    """Yield the digests of the prefixes that end at ``ends``, ascending.
+    """Yield the prefixes that end at ``ends``, ascending.
 
     The hash continues from each prefix to the next: first ``beginning``, then for each prefix the media that the
     previous one does not contain, and its further token ids.
@@ -246,7 +228,7 @@ def _digests(
             new_media.append(span.medium)
         state.update(ids[start:end].data)
         start = end
-        yield _PrefixDigest(length=end, new_media=new_media, digest=state.digest())
+        yield end, new_media, int.from_bytes(state.digest(), "little")
 
 
 def _num_audio_tokens(medium: Medium) -> int:

@@ -138,7 +138,9 @@ class PreparedRows:
             raise RowProblem("media_tokens", detail)
         num_pads = 0 if pad is None else int((sample.input_ids == pad).sum())
         if num_pads != sum(needed):
-            raise RowProblem("media_tokens", _pads_message(kind, num_pads, needed))
+            each = ", ".join(f"{number:,}" for number in needed[:8]) + (", ..." if len(needed) > 8 else "")
+            needs = f"its {kind}s need {sum(needed):,} ({each}): {_PREPARED_LIMITS}" if needed else f"no {kind}s"
+            raise RowProblem("media_tokens", f"the row has {num_pads:,} placeholder tokens for {kind}s, and {needs}")
 
     def _needed_pads(self, sample: EncodedSample, kind: MediaKind) -> list[int]:
         """Return the numbers of placeholder tokens of all media that have the same placeholder token as a kind."""
@@ -240,11 +242,3 @@ def _turns_and_weights(tokens: PreparedTokens, start: int, stop: int, base: Base
         last_start, last_stop = turns[-2:]
         last_turn_weights[last_start:last_stop] = 1 if weights is None else weights[last_start:last_stop]
     return turns, last_turn_weights
-
-
-def _pads_message(kind: str, num_pads: int, needed: Sequence[int]) -> str:
-    if not needed:
-        return f"the row has {num_pads:,} placeholder tokens for {kind}s, and no {kind}s"
-    each = ", ".join(f"{number:,}" for number in needed[:8]) + (", ..." if len(needed) > 8 else "")
-    needs = f"its {kind}s need {sum(needed):,} ({each})"
-    return f"the row has {num_pads:,} placeholder tokens for {kind}s, and {needs}: {_PREPARED_LIMITS}"

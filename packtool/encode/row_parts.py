@@ -149,7 +149,7 @@ class RowSplitter:
                 return {}
             chunks = chunks[: turns[-1].last]  # without the token that ends the turn, which may differ after the last
             if ignores_empty_thinking:
-                chunks = _without_empty_thinking(chunks, turns, header_text=finder.header[-1][1])
+                chunks = _without_empty_thinking(chunks, turns, header_text=finder.header[-1].text)
             is_prefix = chunks == sample_chunks[: len(chunks)]
             if not trained_by_end or not is_prefix:
                 end, sample_chunks = index, chunks

@@ -36,8 +36,6 @@ _PROBE = [
     {"role": "assistant", "content": _ANSWERS[1]},
 ]
 
-_Header = tuple[tuple[str, str], ...]
-
 
 class _ProbeAnswer(NamedTuple):
     """An answer in a rendered probe conversation: the index of its chunk, and the control token after the chunk."""
@@ -68,13 +66,13 @@ class TurnFinder:
     """Finds the assistant's turns in conversations rendered by one template.
 
     Args:
-        header: (control token, text) of each chunk that opens an assistant turn; the last text may continue.
+        header: the chunks that open an assistant turn; the text of the last one may continue.
         prompt_rest: text of the generation prompt after the header (``<think>\\n`` for thinking models).
         ends: control tokens that end a turn; the last turn of a conversation may have another than earlier ones.
         tail: control tokens that always directly follow an end, and belong to the turn.
     """
 
-    header: _Header
+    header: tuple[Chunk, ...]
     prompt_rest: str
     ends: frozenset[str]
     tail: tuple[str, ...]
@@ -108,7 +106,7 @@ class TurnFinder:
         """Return the assistant's turns of a conversation, in order; turns that the next one interrupts are left out."""
         turns = []
         i, header_length = 0, len(self.header)
-        opening_token, header_text = self.header[0][0], self.header[-1][1]
+        opening_token, header_text = self.header[0].control, self.header[-1].text
         while i + header_length <= len(chunks):
             if chunks[i].control != opening_token or not self._is_header(chunks[i : i + header_length]):
                 i += 1
@@ -124,7 +122,7 @@ class TurnFinder:
 
     def _find_end(self, chunks: Sequence[Chunk], first: int) -> int | None:
         """Return ``last`` of the turn whose answer begins in chunk ``first``; None if the next turn interrupts it."""
-        opening_token = self.header[0][0]
+        opening_token = self.header[0].control
         for i in range(first + 1, len(chunks)):
             if chunks[i].control in self.ends:
                 next_controls = _controls_after(chunks, i)[: len(self.tail)]
@@ -136,11 +134,10 @@ class TurnFinder:
 
     def _is_header(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the chunks are the header's; the text of the last one may continue."""
-        *exact_pairs, (last_control, last_text) = self.header
-        *exact_chunks, last_chunk = chunks
-        if last_chunk.control != last_control or not last_chunk.text.startswith(last_text):
-            return False
-        return _control_text_pairs(exact_chunks) == exact_pairs
+        *exact_chunks, last_of_header = self.header
+        *first_chunks, last_chunk = chunks
+        is_last = last_chunk.control == last_of_header.control and last_chunk.text.startswith(last_of_header.text)
+        return is_last and first_chunks == exact_chunks
 
 
 def infer_turn_finder(
@@ -189,11 +186,12 @@ def _render_probes(template: ChatTemplate, escaper: ControlEscaper) -> list[list
 
 def _infer_header(
     question: list[Chunk], question_and_prompt: list[Chunk], answers: Sequence[_ProbeAnswer]
-) -> tuple[_Header, str]:
+) -> tuple[tuple[Chunk, ...], str]:
     """Return the header that opens every assistant turn, and the text of the generation prompt after it.
 
-    The header is the common prefix of the generation prompt and of the chunks that end before each answer. ``question``
-    and ``question_and_prompt`` are a conversation without an answer, without and with the generation prompt.
+    The header is what the generation prompt and the beginnings of all answered turns have in common, before the answer.
+    ``question`` and ``question_and_prompt`` are a conversation without an answer, without and with the generation
+    prompt.
     """
     has_prompt = question != question_and_prompt
     if has_prompt:
@@ -204,16 +202,15 @@ def _infer_header(
     if not prompt or not all(chunk.control for chunk in prompt):
         raise _no_control_tokens()
     opening_token = prompt[0].control
-    header = _control_text_pairs(prompt)
+    header = prompt
     for answer in answers:
-        header = _common_pairs(header, _control_text_pairs(_chunks_before_answer(answer, opening_token)))
-    has_question = any(_QUESTION in text for _, text in header)
+        header = _common_chunks(header, _chunks_before_answer(answer, opening_token))
+    has_question = any(_QUESTION in chunk.text for chunk in header)
     if not header or has_question:
         raise _no_control_tokens()
     prompt_rest = ""
     if has_prompt and len(header) == len(prompt):
-        _, header_text = header[-1]
-        prompt_rest = prompt[-1].text.removeprefix(header_text)
+        prompt_rest = prompt[-1].text.removeprefix(header[-1].text)
     return tuple(header), prompt_rest
 
 
@@ -248,10 +245,6 @@ def _prompt_chunks(question: list[Chunk], question_and_prompt: list[Chunk]) -> l
     return question_and_prompt[start:]
 
 
-def _control_text_pairs(chunks: Sequence[Chunk]) -> list[tuple[str, str]]:
-    return [(chunk.control, chunk.text) for chunk in chunks]
-
-
 def _find_answer(chunks: list[Chunk], answer: str) -> _ProbeAnswer:
     """Find the chunk with an answer; raise ConfigError unless control tokens are around the answer."""
     index = next((i for i, chunk in enumerate(chunks) if answer in chunk.text), None)
@@ -282,14 +275,14 @@ def _controls_after(chunks: Sequence[Chunk], index: int) -> list[str]:
     return controls
 
 
-def _common_pairs(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the common prefix of two lists of pairs, and of the texts in its last pair."""
+def _common_chunks(a: Sequence[Chunk], b: Sequence[Chunk]) -> list[Chunk]:
+    """Return the common prefix of two lists of chunks, and of the texts of its last chunk."""
     common = []
-    for (a_control, a_text), (b_control, b_text) in zip(a, b, strict=False):
-        if a_control != b_control:
+    for chunk, other in zip(a, b, strict=False):
+        if chunk.control != other.control:
             break
-        common.append((a_control, a_text[: common_prefix_length(a_text, b_text)]))
-        if a_text != b_text:
+        common.append(chunk._replace(text=chunk.text[: common_prefix_length(chunk.text, other.text)]))
+        if chunk.text != other.text:
             break
     return common
 

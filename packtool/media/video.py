@@ -221,7 +221,8 @@ def _empty_pixels(
     """
     size = _upright_size(frame)
     if shape is not None and size != shape[1:]:
-        size = _first_frame_size(ref)
+        with open_container(ref) as container:
+            size = _upright_size(next(container.decode(_video_stream(container, ref))))
     return np.empty((num_frames, *size, 3), np.uint8)
 
 
@@ -241,12 +242,6 @@ def _quarter_turns(frame: Any) -> int:
 def _upright_size(frame: Any) -> tuple[int, int]:
     """Return (H, W) of a frame after rotation."""
     return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
-
-
-def _first_frame_size(ref: MediaRef) -> tuple[int, int]:
-    """Return (H, W) of the first frame of a file, after rotation."""
-    with open_container(ref) as container:
-        return _upright_size(next(container.decode(_video_stream(container, ref))))
 
 
 def _count_by_seeking(ref: MediaRef) -> int | None:

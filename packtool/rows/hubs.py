@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -132,15 +131,10 @@ def _download(option: str, function: str, name: str, **settings: Any) -> str:
         raise ConfigError(message, "Check the name and the network connection, or pass a local directory.") from error
 
 
-@cache
-def _hugging_face_ids() -> dict[str, str]:
-    text = resources.files("packtool.rows").joinpath("modelscope_names.tsv").read_text(encoding="utf-8")
-    return dict(line.split("\t") for line in text.splitlines())
-
-
 def modelscope_remedy(name: str) -> str:
     """Return how to get a dataset of ms-swift's registry, given its ModelScope id; "" for another name."""
-    other = _hugging_face_ids().get(name)
+    names = resources.files("packtool.rows").joinpath("modelscope_names.tsv").read_text(encoding="utf-8")
+    other = dict(line.split("\t") for line in names.splitlines()).get(name)
     if other is None:
         return ""
     hugging_face = f"on the Hugging Face hub it is {other}; or " if other else ""

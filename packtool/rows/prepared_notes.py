@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
 
-from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.forms.columns import NAMES, TOKEN_COLUMNS
 from packtool.rows.forms.prepared import PREPARED
-from packtool.rows.read import read_block
-from packtool.rows.sample import Sample, unexpected_drop
+from packtool.rows.read import read_block, samples_of
+from packtool.rows.sample import Sample
 from packtool.rows.source import RowBlock, ScannedSource, Source
 
 _LLAMA_FACTORY = {"input_ids", "attention_mask", "labels", "images", "videos", "audios"}
@@ -53,9 +51,11 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
 
 def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     """Describe the tokenized rows of a source by the first of its blocks: their origin, used columns and packs."""
-    rows = [row for block in islice(blocks, 1) for _, row in read_block(source, block) if isinstance(row, dict)]
-    samples = _usable_samples(rows, source)
-    keys = {key for row in rows for key in row}
+    first_blocks = list(islice(blocks, 1))
+    rows = (row for block in first_blocks for _, row in read_block(source, block))
+    keys = {key for row in rows if isinstance(row, dict) for key in row}
+    samples_or_drops = samples_of(source, first_blocks, may_hold_secrets=True)
+    samples = [sample for sample in samples_or_drops if isinstance(sample, Sample)]
     used_columns = _used_columns(source, keys, samples)
     statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used_columns) or 'none'}"]
     if samples and all(sample.is_text for sample in samples):  # ``is_text`` of tokenized rows: they have no labels
@@ -67,19 +67,6 @@ def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     elif source.kind != "megatron" and not _BOUNDARIES & set(used_columns):
         statements.append("each row is one sample, because no column has sample boundaries")
     return "; ".join(statements)
-
-
-def _usable_samples(rows: Iterable[dict[str, Any]], source: Source) -> list[Sample]:
-    """Return the samples of the rows that will not be dropped."""
-    samples: list[Sample] = []
-    for row in rows:
-        try:
-            samples.append(to_sample(row, source, number=0))  # the row's number is only for messages
-        except RowProblem:
-            continue
-        except BaseException as error:
-            unexpected_drop("", 0, error)  # raises an error that the row has not caused
-    return samples
 
 
 def _used_columns(source: Source, keys: set[str], samples: Sequence[Sample]) -> list[str]:

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain, groupby, islice, repeat
+from itertools import chain, groupby, islice, repeat, tee
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,20 +138,14 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
         message = f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown"
         raise ConfigError(message, "Remove --streaming true, or the # and the number after it.")
     scanner = _Scanner(spec)
-    taken_blocks: list[RowBlock] = []  # by the detection of the form, which happens first
-
-    def take_blocks() -> Iterator[RowBlock]:
-        for block in scanner.blocks:
-            taken_blocks.append(block)
-            yield block
+    first_blocks, blocks = tee(scanner.blocks)
 
     def all_blocks() -> Iterator[RowBlock]:
         with closing(scanner):
-            yield from taken_blocks
-            yield from scanner.blocks
+            yield from blocks
 
     try:
-        return scanner.detect_form(take_blocks()), all_blocks()
+        return scanner.detect_form(first_blocks), all_blocks()
     except BaseException:
         scanner.close()
         raise

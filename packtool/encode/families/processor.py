@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
@@ -79,16 +79,6 @@ SLOWER = "each worker loads transformers' processor, which determines the tokens
 _MAX_REMEMBERED = 16  # the segments of a video are needed soon after it is measured
 
 
-class _SampledVideo(NamedTuple):
-    """The inputs that determine the tokens of a video; ``indices``: of the sampled frames in the file."""
-
-    height: int
-    width: int
-    num_frames: int
-    fps: float
-    indices: tuple[int, ...]
-
-
 class ProcessorVideos:
     """Measures videos, and gives their tokens, by a model's own processor.
 
@@ -120,8 +110,7 @@ class ProcessorVideos:
         size = measure_video(ref)
         try:
             indices = self._frame_indices(ref, size.num_frames, size.fps)
-            sampled = _SampledVideo(size.height, size.width, size.num_frames, size.fps, indices)
-            segments, grid = self._segments_and_grid(sampled)
+            segments, grid = self._segments_and_grid(size.height, size.width, size.num_frames, size.fps, indices)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             detail = f"{label(ref)}: the model's processor cannot process it: {error}"
             raise MediaProblem("media_size", detail) from error
@@ -150,8 +139,7 @@ class ProcessorVideos:
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
-        sampled = _SampledVideo(video.height, video.width, video.num_frames, video.fps, video.indices)
-        return self._segments_and_grid(sampled)[0]
+        return self._segments_and_grid(video.height, video.width, video.num_frames, video.fps, video.indices)[0]
 
     def _sample_frames(self, num_frames: int, fps: float) -> tuple[int, ...]:
         video_processor = self._processor.video_processor
@@ -159,12 +147,14 @@ class ProcessorVideos:
         indices = video_processor.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
         return tuple(int(index) for index in indices)
 
-    def _process(self, video: _SampledVideo) -> tuple[list[MediaSegment], tuple[int, ...]]:
-        """Return the tokens of a video, and its grid in patches; an empty grid if the model has none."""
+    def _process(
+        self, height: int, width: int, num_frames: int, fps: float, indices: tuple[int, ...]
+    ) -> tuple[list[MediaSegment], tuple[int, ...]]:
+        """Return the tokens of a video with these sampled frames, and its grid in patches; () if it has none."""
         import torch
 
-        frames = torch.empty(len(video.indices), 3, video.height, video.width, dtype=torch.uint8, device="meta")
-        text, outputs = process_video(self._processor, frames, video.num_frames, video.fps, video.indices)
+        frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
+        text, outputs = process_video(self._processor, frames, num_frames, fps, indices)
         grids = outputs.get("video_grid_thw")
         grid = () if grids is None else tuple(grids[0].tolist())
         return split_processor_text(text, self._special), grid

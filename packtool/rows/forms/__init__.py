@@ -146,9 +146,7 @@ def _form_of_row(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:
 def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedia, common: Mapping[str, Any]) -> Sample:
     """Return a row that another tool has tokenized; ``common``: fields of ``Sample`` that all forms have."""
     media = media_of(fields, inline)
-    channel = fields.get("channel")
-    if tokens.channels is not None:  # a channel for each sample of a pack
-        channel = None
+    channel = fields.get("channel") if tokens.channels is None else None  # else each sample of a pack has its own
     return Sample(
         turns=(),
         images=media["image"],
