@@ -87,11 +87,7 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is Annotated:
-        base_type, special = arguments
-        value = raw if raw == special else value_of(base_type, raw, path)
-        if isinstance(special, re.Pattern) and not special.fullmatch(value):
-            raise WrongValue(path, raw, f"a name of the form {special.pattern}")
-        return value
+        return _annotated_value(*arguments, raw, path)
     if kind is Any:
         return raw
     if dataclasses.is_dataclass(kind):
@@ -108,6 +104,14 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     if origin is not None:
         return _collection_of(origin, arguments, raw, path)
     return _plain_value(kind, raw, path)
+
+
+def _annotated_value(kind: Any, special: Any, raw: Any, path: str) -> Any:
+    """Convert a JSON value to ``Annotated[kind, special]``, as ``value_of``."""
+    value = raw if raw == special else value_of(kind, raw, path)
+    if isinstance(special, re.Pattern) and not special.fullmatch(value):
+        raise WrongValue(path, raw, f"a name of the form {special.pattern}")
+    return value
 
 
 def _collection_of(origin: type, arguments: tuple[Any, ...], raw: Any, path: str) -> Any:
@@ -431,18 +435,12 @@ def _check_values(manifest: Manifest) -> None:
     for i, source in enumerate(manifest.sources):
         if source.settings and not isinstance(load_json(source.settings), dict):
             raise WrongValue(f"sources[{i}].settings", source.settings, "a JSON object")
-    identity = manifest.identity
-    _check_spec(identity.spec)
-    if identity.split_dataset_ratio > 1:
-        raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "at most 1")
-    for limits in (identity.media_limits.image, identity.media_limits.video):
-        if limits is not None and 0 in (limits.patch_size, limits.merge_size, limits.temporal_patch_size):
-            raise WrongValue("identity.media_limits", limits, "patches of at least one pixel")
+    _check_identity(manifest.identity)
 
 
-def _check_spec(spec: Mapping[str, Any]) -> None:
-    """Raise a WrongValue for the first setting of an export that has a wrong type, is missing or is too small."""
-    spec_types = get_type_hints(EncodeSpec)
+def _check_identity(identity: Identity) -> None:
+    """Raise a WrongValue for the first setting of an export that has a wrong type, is missing or out of range."""
+    spec, spec_types = identity.spec, get_type_hints(EncodeSpec)
     for name, value in spec.items():
         if name in spec_types:
             value_of(spec_types[name], value, f"identity.spec.{name}")  # raises for a wrong type
@@ -450,6 +448,11 @@ def _check_spec(spec: Mapping[str, Any]) -> None:
     for name, minimum in minimums.items():
         if name not in spec or spec[name] < minimum:
             raise WrongValue(f"identity.spec.{name}", spec.get(name), f"at least {minimum!r}")
+    if identity.split_dataset_ratio > 1:
+        raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "at most 1")
+    for limits in (identity.media_limits.image, identity.media_limits.video):
+        if limits is not None and 0 in (limits.patch_size, limits.merge_size, limits.temporal_patch_size):
+            raise WrongValue("identity.media_limits", limits, "patches of at least one pixel")
 
 
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:

@@ -317,10 +317,6 @@ def index_columns(
         channel_codes: number of each channel by name. New channels are added to it here, with the next number.
     """
     num_samples = len(samples)
-    channels = [
-        -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
-        for sample in samples
-    ]
     return {
         "shard": np.full(num_samples, shard, np.int32),
         "row_in_shard": np.arange(first_row, first_row + num_samples, dtype=np.int32),
@@ -330,10 +326,17 @@ def index_columns(
         "num_images": np.array([len(sample.images) for sample in samples], np.int32),
         "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),
         "num_audios": np.array([len(sample.audios) for sample in samples], np.int32),
-        "channel": np.array(channels, np.int32),
+        "channel": _number_channels(samples, channel_codes),
         "audio_tokens": np.array([sample.num_audio_tokens for sample in samples], np.int32),
         "patch_squares": np.array([sample.patch_squares for sample in samples], np.int64),
     }
+
+
+def _number_channels(samples: Sequence[EncodedSample], channel_codes: dict[str, int]) -> npt.NDArray[np.int32]:
+    """Return the number of each sample's channel, (S,), -1 for none; new channels are added to ``channel_codes``."""
+    names = [sample.channel for sample in samples]
+    numbers = [-1 if name is None else channel_codes.setdefault(name, len(channel_codes)) for name in names]
+    return np.array(numbers, np.int32)
 
 
 def index_batch(columns: Mapping[str, npt.NDArray[Any]], schema: pa.Schema = INDEX) -> pa.RecordBatch:

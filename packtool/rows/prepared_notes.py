@@ -54,8 +54,7 @@ def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     first_blocks = list(islice(blocks, 1))
     rows = (row for block in first_blocks for _, row in read_block(source, block))
     keys = {key for row in rows if isinstance(row, dict) for key in row}
-    samples_or_drops = samples_of(source, first_blocks, may_hold_secrets=True)
-    samples = [sample for sample in samples_or_drops if isinstance(sample, Sample)]
+    samples = [row for row in samples_of(source, first_blocks, may_hold_secrets=True) if isinstance(row, Sample)]
     used_columns = _used_columns(source, keys, samples)
     statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used_columns) or 'none'}"]
     if samples and all(sample.is_text for sample in samples):  # ``is_text`` of tokenized rows: they have no labels

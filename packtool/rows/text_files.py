@@ -16,7 +16,6 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -154,10 +153,7 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
     An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
     DataError if the header is invalid or names a column twice.
     """
-    lines_by_chunk: Iterator[Iterable[LinesOrSize]] = (
-        [chunk] if isinstance(chunk, int) else io.BytesIO(chunk) for chunk in _chunks_of_lines(path, file, max_bytes)
-    )
-    records = _records(chain.from_iterable(lines_by_chunk), kind, max_bytes)
+    records = _records(_lines_of_chunks(_chunks_of_lines(path, file, max_bytes)), kind, max_bytes)
     # The header is the first record that is not blank; the blocks begin after it.
     header: list[str] = []
     header_stop = 0
@@ -184,6 +180,15 @@ def _column_names(path: str, header: Sequence[str]) -> tuple[str, ...]:
         message = f"{path}: the header names {', '.join(map(repr, duplicates))} twice"
         raise DataError(message, "Give each column its own name.")
     return names
+
+
+def _lines_of_chunks(chunks: Iterable[LinesOrSize]) -> Iterator[LinesOrSize]:
+    """Yield the lines of chunks of whole lines, with their line ends; sizes of lines that are too long as they are."""
+    for chunk in chunks:
+        if isinstance(chunk, int):
+            yield chunk
+        else:
+            yield from io.BytesIO(chunk)
 
 
 def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
