@@ -87,7 +87,7 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is Annotated:
-        return _annotated_value(*arguments, raw, path)
+        return _annotated_value(arguments, raw, path)
     if kind is Any:
         return raw
     if dataclasses.is_dataclass(kind):
@@ -106,8 +106,9 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     return _plain_value(kind, raw, path)
 
 
-def _annotated_value(kind: Any, special: Any, raw: Any, path: str) -> Any:
-    """Convert a JSON value to ``Annotated[kind, special]``, as ``value_of``."""
+def _annotated_value(arguments: tuple[Any, ...], raw: Any, path: str) -> Any:
+    """Convert a JSON value to a type ``Annotated[arguments]``, as ``value_of``."""
+    kind, special = arguments
     value = raw if raw == special else value_of(kind, raw, path)
     if isinstance(special, re.Pattern) and not special.fullmatch(value):
         raise WrongValue(path, raw, f"a name of the form {special.pattern}")
