@@ -85,7 +85,9 @@ def _class_with_language_head(config: PreTrainedConfig) -> Any:
 
 def _refuse_attention_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Raise on settings of a text tower whose attention is more than causal attention of plain scores."""
-    if settings.get("is_causal") is False or settings.get("use_bidirectional_attention"):
+    # "vision": only tokens of a picture see each other in both directions, which ``Family.whole_pictures`` describes.
+    is_bidirectional = settings.get("use_bidirectional_attention") not in (None, False, "vision")
+    if settings.get("is_causal") is False or is_bidirectional:
         raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _REMEDY)
     if settings.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)

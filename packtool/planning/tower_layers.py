@@ -13,10 +13,14 @@ from packtool.planning.module_cost import ModuleCost, first_setting, new_module
 _GATED = ("silu", "swish")
 # Types of vision towers, by ``model_type`` of the ``vision_config``.
 _PIXTRAL = "pixtral"
+_GATED_TOWERS = (_PIXTRAL, "gemma4_vision")  # that do not say so by ``hidden_act``
 _LEGACY_PICTURE_TOKENS = 1024  # assumed for caches that lack the sizes of pictures
 _CLASS_TOKEN_TOWERS = ("clip_vision_model", "internvl_vision")  # an additional position in each tile
 _GLM4V_TOWERS = ("glm4v_vision", "glm4v_moe_vision")  # MLPs of ``out_hidden_size``; the merger's are as configured
-_MERGE_SETTINGS = ("spatial_merge_size", "merge_kernel_size", "downsample_factor", "scale_factor", "hidden_stride")
+_MERGE_SETTINGS = (
+    *("spatial_merge_size", "merge_kernel_size", "pooling_kernel_size"),
+    *("downsample_factor", "scale_factor", "hidden_stride"),
+)
 _QWEN3_CHUNK_WIDTHS = (50, 25, 13)
 """Positions of a chunk of 100 mel frames after each convolution of Qwen3-Omni; each also halves the mel bins."""
 
@@ -58,7 +62,7 @@ class _VisionNames(NamedTuple):
             up, down = "fc1", "fc2"
             if "audio_config" in config:  # Qwen2.5-Omni
                 qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
-        is_gated = str(vision.get("hidden_act")) in _GATED or vision.get("model_type") == _PIXTRAL
+        is_gated = str(vision.get("hidden_act")) in _GATED or vision.get("model_type") in _GATED_TOWERS
         if is_gated:
             up, down = "up_proj", "down_proj"
         return cls(hidden, mlp_width, qkv_outputs, up, down, is_gated)
@@ -256,13 +260,13 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     if not _tower_width(vision):
         return VisionPatches()
     family = family_of(config)
-    has_grids = not {"image_grid_thw", "target_sizes"}.isdisjoint(family.processor_inputs)
+    has_grids = not {"image_grid_thw", "target_sizes", "image_position_ids"}.isdisjoint(family.processor_inputs)
     has_grids |= bool(family.visual_inputs or vision.get("spatial_merge_size"))
     if has_grids or vision.get("model_type") == _PIXTRAL:
         return _patches_of_tokens(vision, _merge_side(config), is_legacy=bool(family.processor_inputs))
-    num_tokens = 0  # unknown
+    num_tokens = int(config.get("mm_tokens_per_image") or 0)
     if not family.processor_inputs:
-        num_tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or 0)
+        num_tokens = num_tokens or int(config.get("image_seq_length") or 0)
     return _patches_of_tiles(vision, _merge_side(config), num_tokens)
 
 

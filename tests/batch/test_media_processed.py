@@ -29,7 +29,7 @@ from packtool.attention.parallel.axes import Axes, refuse_unshareable_sequences
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
-from packtool.batch.batch import TreeBatch
+from packtool.batch.batch import PackedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.media import large_processed, load_media, load_processed, skip_pixel_copies
@@ -283,7 +283,7 @@ def test_a_video_that_has_changed_is_named(world_of: Callable[[str], World], nam
         load_media([dataclasses.replace(sample, videos=(other,))], world.spec)
 
 
-@pytest.mark.parametrize("name", ["idefics3", "kimi_k25", "gemma3"])
+@pytest.mark.parametrize("name", ["idefics3", "kimi_k25", "gemma3", "gemma4"])
 def test_trace_with_blank_images_equals_the_forward_pass(world_of: Callable[[str], World], name: str) -> None:
     """Masks of pixels, and grids: a model reads their numbers on its way."""
     if name == "kimi_k25" and not traces_float32_experts():
@@ -424,6 +424,20 @@ def test_tokens_of_a_picture_see_each_other_in_both_directions(world_of: Callabl
         torch.testing.assert_close(packed[number], row, rtol=0, atol=2e-5)
         torch.testing.assert_close(without[number], causal[number, : sample.length], rtol=0, atol=2e-5)
         assert bool(sample.images) == bool((without[number] - row).abs().max() > 1e-3)
+
+
+def test_small_gemma_4_models_are_causal(world_of: Callable[[str], World]) -> None:
+    world = world_of("gemma4")
+    config = copy.deepcopy(world.spec.config)
+    config.text_config.use_bidirectional_attention = None
+    spec = InputSpec(world.spec.model, config, world.spec.limits)
+    model = dataclasses.replace(world, spec=spec).model()
+    set_attention(model)
+    pack = PackUnderTest(model, world.samples, spec, torch.float32)
+    assert isinstance(pack.batch, PackedBatch)
+    assert pack.batch.pictures is None
+    for check in (check_isolation(pack), check_logits(pack), check_gradients(pack)):
+        assert check.error <= check.allowed, check
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -117,10 +117,18 @@ def _llava(tokenizer: Tokenizer) -> Any:
     )
 
 
+def _gemma4(tokenizer: Tokenizer) -> Any:
+    names = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+    names |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+    images = t.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70)
+    return t.Gemma4Processor(t.Gemma4AudioFeatureExtractor(), images, tokenizer(**names), t.Gemma4VideoProcessor())
+
+
 PROCESSORS: dict[str, Callable[[Tokenizer], Any]] = {
     "aya_vision": _aya,
     "cohere2_vision": _cohere,
     "exaone4_5": _exaone,
+    "gemma4": _gemma4,
     "hyperclovax_vision_v2": _clova,
     "kimi_k25": _kimi,
     "lighton_ocr": _lighton,
@@ -171,6 +179,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "hyperclovax_vision_v2": {
         "vision_config": _PATCHES | {"model_type": "qwen2_5_vl_vision"},
         "text_config": TEXT | {"model_type": "hyperclovax"},
+    },
+    # Its window is narrower than a picture; half of the layers share keys and values, and heads have two sizes.
+    "gemma4": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256},
+        "text_config": TEXT
+        | {"model_type": "gemma4_text", "num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16}
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "attention_k_eq_v": True}
+        | {"vocab_size_per_layer_input": VOCABULARY + 64, "sliding_window": 20}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_bidirectional_attention": "vision"},
     },
     "kimi_k25": {
         "vision_config": SEES | {"pos_emb_height": 4, "pos_emb_width": 4},

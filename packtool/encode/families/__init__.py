@@ -10,8 +10,6 @@ from typing import Any
 
 from packtool.config.data import MediaOptions
 from packtool.encode.families import glm4v, processor, qwen_omni, qwen_vl
-from packtool.encode.families.processor import OTHER as OTHER
-from packtool.encode.families.processor import REFUSED as REFUSED
 from packtool.encode.families.record import Family as Family
 from packtool.encode.families.record import ImageLimits as ImageLimits
 from packtool.encode.families.record import MediaEncoding as MediaEncoding
@@ -21,6 +19,8 @@ from packtool.encode.families.record import default_max_length as default_max_le
 from packtool.encode.families.record import pad_ids_of as pad_ids_of
 from packtool.encode.families.record import text_config_of as text_config_of
 from packtool.encode.families.record import thinker_of as thinker_of
+from packtool.encode.families.refused import OTHER as OTHER
+from packtool.encode.families.refused import REFUSED as REFUSED
 from packtool.encode.model_files import ModelFiles
 
 FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *processor.FAMILIES)

@@ -16,7 +16,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -339,6 +338,8 @@ def _tower_grid(outputs: Mapping[str, Any], patch_side: int) -> tuple[int, ...]:
         return tuple(int(number) for number in outputs["image_grid_thw"][0])
     if "target_sizes" in outputs:  # (height, width) in patches of each tile
         return tuple(int(number) for size in outputs["target_sizes"] for number in (1, *size))
+    if "image_position_ids" in outputs:  # patches of all pictures are padded to one number
+        return (1, *outputs["pixel_values"].shape[:2])
     *num_tiles, _, height, width = outputs["pixel_values"].shape  # the axis of channels is left out
     return math.prod(num_tiles), height // patch_side, width // patch_side
 
@@ -413,6 +414,7 @@ def _family(
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
     no_videos: str = "this model does not support videos",
     projector: tuple[str, ...] = ("tower text", "text text"),
+    unused: tuple[str, ...] = (),
     **other_fields: Any,
 ) -> Family:
     """Return the record of a family whose media are encoded by ``ProcessorFamily``.
@@ -426,7 +428,7 @@ def _family(
         encoding=ProcessorFamily,
         no_videos=no_videos,
         kinds=("image",) if no_videos else ("image", "video"),
-        towers=Towers(vision=(vision,), aligner=aligner),
+        towers=Towers(vision=(vision,), aligner=aligner, unused=unused),
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
         videos_as_pictures=not no_videos,
@@ -537,46 +539,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family("ViP-LLaVA", "vipllava"),
     _family("Gemma 3", "gemma3", projector=("tower text",), whole_pictures="all", token_types="token_type_ids"),
-)
-
-
-UNPROVEN = "packed training has not been verified for it"
-_REFUSED_TYPES = {
-    "tokens of a picture attend to each other in both directions, and packed attention is causal": (
-        "diffusion_gemma gemma4 gemma4_unified molmo2 paligemma pi0 shieldgemma2"
+    _family(
+        "Gemma 4",
+        "gemma4",
+        inputs=("image_position_ids",),
+        aligner=("model.embed_vision",),
+        projector=("tower text",),
+        unused=("model.audio_tower", "model.embed_audio"),
+        whole_pictures="windows",
+        token_types="mm_token_type_ids",
+        no_videos="packtool supports only pictures for this model",
     ),
-    "its text attends to pictures by cross-attention, which would include those of other samples in a pack": (
-        "evolla idefics mllama"
-    ),
-    "it is an encoder-decoder model, and packed attention supports only decoders": (
-        "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"
-    ),
-    "its layers mix tokens by other means than attention, or select tokens from the entire sequence": (
-        "dots3_note glm5_next inkling2 inkling_mm_model lfm2_vl lfm3_vl llama4 minimax_m3_vl mistral_large4 "
-        "nemotron_h_omni qwen4_exp unlimited_ocr"
-    ),
-    "it does not use transformers' attention interface": ("blip deepseek_vl deepseek_vl_hybrid git janus"),
-    "its processor does not report which text replaces the placeholder of a picture": (
-        "blip-2 idefics2 instructblip instructblipvideo pp_chart2table"
-    ),
-    "the positions of picture tokens depend on outputs of its processor that packtool does not support": (
-        "cohere_compass cosmos3_edge cosmos3_omni ernie4_5_vl_moe glmga hunyuan_vl minicpmv4_7 paddleocr_vl"
-    ),
-    UNPROVEN: (
-        "aria deepseek_ocr2 fast_vlm gemma3n got_ocr2 granite4_vision granite_docling kosmos-2 kosmos-2.5 "
-        "muse_glimmer muse_spark perception_lm qianfan_ocr step3p7 video_llava"
-    ),
-}
-
-OTHER = Family(
-    title="other models with pictures",
-    encoding=ProcessorFamily,
-    no_videos="packtool supports only pictures for this model",
-    refused=UNPROVEN,
-)
-"""Every other multimodal model: rows can be exported by its own processor, but it is not trained."""
-
-REFUSED: tuple[Family, ...] = tuple(
-    replace(OTHER, title=", ".join(types.split()), model_types=tuple(types.split()), refused=reason)
-    for reason, types in _REFUSED_TYPES.items()
 )

@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -271,7 +272,7 @@ def _create_fake_weights(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _real_window_indices(model: nn.Module) -> Iterator[None]:
-    """Let towers compute the order of their attention windows with real tensors: it depends on the pictures' sizes."""
+    """Let towers compute what depends on the pictures' sizes with real tensors: attention windows, pooled patches."""
 
     def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -280,8 +281,15 @@ def _real_window_indices(model: nn.Module) -> Iterator[None]:
 
         return call
 
+    one_hot = F.one_hot
+
+    def real_one_hot(indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with contextlib.nullcontext() if isinstance(indices, FakeTensor) else _disable_current_modes():
+            return one_hot(indices, *args, **kwargs)
+
     name = "get_vision_window_index"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(F, "one_hot", real_one_hot))
         for source in {sys.modules.get(type(module).__module__) for module in model.modules()}:
             if (function := getattr(source, name, None)) is not None:
                 stack.enter_context(patch.object(source, name, outside_modes(function)))
