@@ -17,7 +17,7 @@ from _draw_docs import pictures
 from packtool.cli.main import app
 from packtool.config.codes import codes
 from packtool.config.commands import SchemaName
-from packtool.config.compat_names import EVERY_COMMAND, CompatName, Status, compat_names
+from packtool.config.compat_names import EVERY_COMMAND, CompatName, Status, compat_names, in_our_unit
 from packtool.config.schema import schema_text
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, Family
 from packtool.encode.families.processor import ProcessorFamily
@@ -102,7 +102,7 @@ def _table_of(tool: str) -> str:
         for (status, here, why, command), entries in groups.items():
             names = " ".join(f"`{entry.name}`" for entry in entries)
             where = "" if command == EVERY_COMMAND else f" ({command})"
-            found = _MEANING[status] or f"`{here}`"  # type: ignore[index]
+            found = _MEANING[status] or f"`{in_our_unit(here, None)}`"  # type: ignore[index]
             lines.append(f"| {names}{where} | {found} | {_cell(why)} |")
     return "\n".join(lines) + "\n"
 

@@ -95,7 +95,7 @@ def test_settable_fields_are_accepted_by_training() -> None:
     assert training_argument_problem("seed") == "use --seed instead"
     assert training_argument_problem("data_seed") == "use --seed instead: one seed decides packs and order"
     assert training_argument_problem("label_smoothing_factor") == (
-        "the only loss is the cross-entropy of the target tokens; --loss-scale weights them"
+        "packtool has no label smoothing; --loss-scale weights target tokens"
     )
     assert training_argument_problem("a field of tomorrow") is None
 
