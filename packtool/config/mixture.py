@@ -28,8 +28,6 @@ MixStop = Annotated[Literal["first", "all"], Synonyms({"first_exhausted": "first
 MixStrategy = Literal["concat", "interleave_under", "interleave_over", "interleave_once"]
 
 UNITS: tuple[str, ...] = get_args(MixUnit)
-MIXTURES = "mixtures (--mix, --interleave-probs, or a # behind a cache)"
-"""Mixtures in the texts of ``sharing_conflicts``; their samples cannot share prefixes."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%|x)?")
 MAX_DRAWN, MAX_AMOUNT = 10_000_000, 10**15
 _NUMBER = re.compile(r"\d[\d.]*[%xX]?")
@@ -67,10 +65,9 @@ class MixOptions(Settings):
         return bool(self.interleave_probs) or self.mix_strategy not in (None, "concat")
 
     @property
-    def mixing(self) -> list[str]:
-        """A list with ``MIXTURES`` if an epoch may not contain every sample exactly once, else empty."""
-        is_mixed = self.mix is not None or self.interleaves or any(map(amount_suffix, self.cached_dataset))
-        return [MIXTURES] if is_mixed else []
+    def mixing(self) -> bool:
+        """True if an epoch may not contain every sample exactly once."""
+        return self.mix is not None or self.interleaves or any(map(amount_suffix, self.cached_dataset))
 
     @property
     def names_caches(self) -> bool:

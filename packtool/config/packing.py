@@ -209,7 +209,6 @@ class PackingOptions(SharingOptions, StepOptions):
             "--dynamic-batch-tokens": self.dynamic_batch_tokens is not None,
             "--schedule skrull": self.schedule == "skrull",
             "--max-samples-per-pack": self.max_samples_per_pack is not None,
-            "--samples-per-step": self.samples_per_step is not None,
             SEQUENCE_PARALLELISM: num_ranks > 1,
         }
         return [name for name in is_given if is_given[name]]

@@ -86,7 +86,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     @property
     def sharing_conflicts(self) -> list[str]:
-        return [*self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks), *self.mixing]
+        return self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks)
 
     def sweep_lengths(self) -> list[int]:
         """Return the packing lengths to compare; ValueError if one is no number."""

@@ -56,7 +56,7 @@ _num_packs_of_first_epoch: dict[str, int] = {}
 
 
 def check_media_tokens(
-    media_tokens: IntArray | None, lengths: Int32Array, max_media_tokens: int | None, capacity: int
+    media_tokens: IntArray | None, lengths: IntArray, max_media_tokens: int | None, capacity: int
 ) -> Int32Array | None:
     """Check that no sample, of N, has more than ``max_media_tokens``, which limits the media tokens of a pack.
 

@@ -77,16 +77,32 @@ def assign_samples(
 
     ``samples`` has the N samples of the epoch in its order, each in a pack of its own. ``costs``, (N,), are their work,
     by default their tokens. ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
+    A sample that shares a prefix with the one before it goes to the same micro-batch.
     """
     assert options.samples_per_step is not None
-    limits = _limits(samples.lengths, samples.capacity, options.max_samples_per_pack)
-    max_media = options.max_media_tokens_per_pack
+    lengths: IntArray = samples.lengths
+    work: npt.NDArray[Any] = lengths.astype(np.float64) if costs is None else costs
     sample_media = None if media_tokens is None else media_tokens[samples.samples]
-    checked_media = check_media_tokens(sample_media, samples.lengths, max_media, samples.capacity)
+    leaders = None
+    if samples.shared_tokens is not None:
+        # The first sample of a tree stands for all of them; the others are empty, and follow it.
+        leaders = np.maximum.accumulate(np.where(samples.shared_tokens == 0, np.arange(len(lengths)), 0))
+        work = np.bincount(leaders, work, len(work))
+        lengths = _sums_at(leaders, lengths)
+        sample_media = None if sample_media is None else _sums_at(leaders, sample_media)
+    limits = _limits(lengths, samples.capacity, options.max_samples_per_pack)
+    max_media = options.max_media_tokens_per_pack
+    checked_media = check_media_tokens(sample_media, lengths, max_media, samples.capacity)
     if checked_media is not None and max_media is not None:
         limits.append(Limit(checked_media, max_media))
-    work = samples.lengths.astype(np.float64) if costs is None else costs
-    return _divide_steps(work, limits, options.samples_per_step, options.world_size, ranks_first=True)
+    return _divide_steps(work, limits, options.samples_per_step, options.world_size, ranks_first=True, leaders=leaders)
+
+
+def _sums_at(leaders: Int64Array, values: IntArray) -> IntArray:
+    """Add the value of each sample, (N,), to that of its leader; int64 (N,), 0 for others."""
+    sums = np.zeros(len(values), np.int64)
+    np.add.at(sums, leaders, values)
+    return sums
 
 
 def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list[Limit]:
@@ -97,16 +113,24 @@ def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list
 
 
 def _divide_steps(
-    work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, *, ranks_first: bool
+    work: npt.NDArray[Any],
+    limits: Sequence[Limit],
+    samples_per_step: int,
+    num_ranks: int,
+    *,
+    ranks_first: bool,
+    leaders: Int64Array | None = None,
 ) -> StepAssignment:
     """Place the samples (K,) of each step in bins; the bins of a rank are its micro-batches, the heaviest first.
 
     With ``ranks_first``, samples are assigned to ranks, and there to bins, since a rank with a long sample can take
     fewer others. Otherwise bins are assigned to ranks afterwards: each rank gets one of the heaviest, then one of the
-    next ones, and so on. ``work``, (K,), is that of each sample.
+    next ones, and so on. ``work``, (K,), is that of each sample. ``leaders``, (K,): the sample whose bin each goes to.
     """
     num_groups = num_ranks if ranks_first else 1
     bin_of_sample, num_bins = _bins_of_steps(work, limits, samples_per_step, num_ranks, num_groups)
+    if leaders is not None:
+        bin_of_sample = bin_of_sample[leaders]
     bin_work = np.bincount(bin_of_sample, weights=work, minlength=int(num_bins.sum()))
     micro_batch_of_bin = _number_by_rank(bin_work, num_bins, num_ranks, ranks_first=ranks_first)
     micro_batch_of_sample = micro_batch_of_bin[bin_of_sample]

@@ -23,9 +23,16 @@ from packtool.planning.pack_plan import (
     digest_arrays,
     select_packs,
     split_into_samples,
+    split_to_count,
 )
-from packtool.planning.packing import pack, pack_singletons, pack_trees
-from packtool.planning.prefix_trees import PrefixTrees
+from packtool.planning.packing import (
+    pack,
+    pack_singletons,
+    pack_trees,
+    share_drawn_prefixes,
+    share_prefixes_in_steps,
+)
+from packtool.planning.prefix_trees import DrawnPrefixes, PrefixTrees
 from packtool.planning.shuffle import RandomStream, seeded_order
 from packtool.planning.skrull import assign_skrull
 from packtool.planning.steps import StepAssignment, StepPlan, assign_balanced, imbalance
@@ -130,6 +137,28 @@ def plan_epoch(
             samples of ``trees``; None for all samples.
     """
     assert len(lengths) == len(target_tokens)
+    packs = pack_epoch(
+        lengths, options, seed=seed, epoch=epoch, media_tokens=media_tokens, trees=trees, untrained=untrained
+    )
+    return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees)
+
+
+def pack_epoch(
+    lengths: IntArray,
+    options: PlanOptions,
+    *,
+    seed: int,
+    epoch: int = 0,
+    media_tokens: IntArray | None = None,
+    trees: PrefixTrees | None = None,
+    untrained: Int64Array | None = None,
+    drawn: DrawnPrefixes | None = None,
+) -> PackPlan:
+    """Filter samples and pack them, or make packs of one sample without packing.
+
+    Arguments are as for ``plan_epoch``, and ``drawn``, in place of ``trees``: prefixes that only samples of a step
+    share (with ``samples_per_step``), or those that ``untrained`` lists.
+    """
     kept = _kept_samples(lengths, options.max_length, untrained)  # an error if none is left
     if trees is not None:
         assert options.packing, "padded rows share nothing"
@@ -142,7 +171,11 @@ def plan_epoch(
         packs = _pack_samples(lengths[kept], kept_media, options, seed, epoch)
         packs = replace(packs, samples=kept[packs.samples])
     packs = _group_padded_rows(packs, options)
-    return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees)
+    if drawn is None:
+        return packs
+    if options.samples_per_step is not None:
+        return share_prefixes_in_steps(packs, drawn, options.samples_per_step)
+    return share_drawn_prefixes(packs, drawn, options, seed=seed, epoch=epoch)
 
 
 def _kept_samples(lengths: IntArray, max_length: int, untrained: Int64Array | None) -> Int64Array:
@@ -170,21 +203,41 @@ def plan_mixture(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """Plan an epoch of a mixture: pack slots, and fill each slot with a sample drawn for the epoch.
+    """Plan an epoch of a mixture; ``media_tokens`` and ``towers``, (N,), are of all samples of the caches."""
+    packs = pack_drawn(mixture, options, seed=seed, epoch=epoch)
+    plan = assign_packs(packs, mixture.target_tokens, options, media_tokens=media_tokens, towers=towers)
+    return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
 
-    A slot has the length of the longest sample that may fill it. ``media_tokens`` and ``towers``, (N,), are of all
-    samples of the caches.
+
+def pack_drawn(
+    mixture: Mixture,
+    options: PlanOptions,
+    *,
+    seed: int,
+    epoch: int = 0,
+    drawn: DrawnPrefixes | None = None,
+    min_packs: int = 0,
+) -> PackPlan:
+    """Pack an epoch of a mixture: pack slots, and fill each slot with a sample drawn for the epoch.
+
+    A slot has the length of the longest sample that may fill it, so every epoch has as many packs. With ``drawn``, the
+    samples that fill the slots are packed anew, with their common prefixes computed once, in any number of packs from
+    ``min_packs`` on.
     """
     keeps_order = options.packing and options.packing_algorithm == "sequential"
     spreads_sources = options.shuffle and not keeps_order
     packs = _pack_drawn_samples(mixture, options, seed, epoch, spreads_sources=spreads_sources)
+    if drawn is not None and options.samples_per_step is None:
+        packs = share_drawn_prefixes(packs, drawn, options, seed=seed, epoch=epoch)
+        packs = split_to_count(packs, max(packs.num_packs, min(min_packs, packs.num_samples)))
     if spreads_sources:
         sources = mixture.source_of(packs.samples)
         amounts = mixture.amounts(packs.samples)
         packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
     packs = _group_padded_rows(packs, options)
-    plan = assign_packs(packs, mixture.target_tokens, options, media_tokens=media_tokens, towers=towers)
-    return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
+    if drawn is not None and options.samples_per_step is not None:
+        packs = share_prefixes_in_steps(packs, drawn, options.samples_per_step)
+    return packs
 
 
 def _pack_drawn_samples(
@@ -214,6 +267,7 @@ def assign_packs(
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
     keeps_steps: bool = False,
+    num_packs: int | None = None,
 ) -> EpochPlan:
     """Assign existing packs to steps and ranks, and compute the figures of the plan.
 
@@ -221,7 +275,7 @@ def assign_packs(
     anew. So a resumed epoch gives its steps the same samples as an uninterrupted one.
 
     Arguments are as for ``plan_epoch``, and ``keeps_steps``: steps take the packs in their order, even if that trains
-    the parts of a tree in other steps than ``trees`` asks for.
+    the parts of a tree in other steps than ``trees`` asks for. ``num_packs`` is as for ``assign_balanced``.
     """
     has_fixed_samples = options.samples_per_step is not None
     # Units are what is assigned to ranks: packs, or samples as packs of one.
@@ -231,7 +285,11 @@ def assign_packs(
         costs_of = cache(partial(pack_costs, cost=options.cost, target_tokens=target_tokens, towers=towers))
     unit_costs = None if costs_of is None else costs_of(units)
     tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
-    trained_packs, assignment = _assign_units(packs, units, unit_costs, options, media_tokens, tree_parts)
+    if has_fixed_samples:
+        assignment = assign_samples(units, unit_costs, options, media_tokens)
+        trained_packs, assignment = _join_micro_batches(units, assignment)
+    else:
+        trained_packs, assignment = units, _assign_units(packs, units, unit_costs, options, tree_parts, num_packs)
     placement = assignment.placement
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
     balance = skrull = None
@@ -289,23 +347,16 @@ def _assign_units(
     units: PackPlan,
     costs: Costs | None,
     options: PlanOptions,
-    media_tokens: IntArray | None,
     tree_parts: TreeParts | None,
-) -> tuple[PackPlan, StepAssignment]:
-    """Assign units to steps and ranks; return the packs that are trained, and their assignment.
-
-    Units are ``packs``, or their samples as packs of one; ``costs``, (U,), are of units. With ``samples_per_step``, the
-    samples of a micro-batch are trained as one pack.
-    """
-    if options.samples_per_step is not None:
-        assignment = assign_samples(units, costs, options, media_tokens)
-        return _join_micro_batches(units, assignment)
+    num_packs: int | None,
+) -> StepAssignment:
+    """Assign units, ``packs`` or their samples as packs of one, to steps and ranks; ``costs``, (U,), are of units."""
     if options.skrull is not None:
         assert costs is not None, "Skrull needs the costs of samples"
-        return units, assign_skrull(packs, costs, options)
+        return assign_skrull(packs, costs, options)
     if options.dynamic_batch_tokens is None:
-        return units, assign_balanced(units, costs, options, tree_parts)
-    return units, assign_by_tokens(
+        return assign_balanced(units, costs, options, tree_parts, num_packs)
+    return assign_by_tokens(
         units.tokens_per_pack(),
         samples_per_step=options.packs_per_step,
         num_ranks=options.world_size,
@@ -322,7 +373,8 @@ def _join_micro_batches(samples: PackPlan, assignment: StepAssignment) -> tuple[
     has_pack = assignment.micro_batch_sizes > 0
     pack_sizes = assignment.micro_batch_sizes[has_pack]
     joined = build_plan(assignment.order, pack_sizes, samples.lengths, samples.capacity)
-    joined = replace(joined, samples=samples.samples[assignment.order])
+    shared = None if samples.shared_tokens is None else samples.shared_tokens[assignment.order]
+    joined = replace(joined, samples=samples.samples[assignment.order], shared_tokens=shared)
     pack_order = np.arange(joined.num_packs, dtype=np.int64)
     return joined, StepAssignment(pack_order, has_pack.astype(np.int64), assignment.micro_batches_per_step)
 

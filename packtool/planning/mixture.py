@@ -90,6 +90,11 @@ class Mixture:
     def num_drawn(self) -> int:
         return sum(self.counts)
 
+    @property
+    def varies(self) -> bool:
+        """True if epochs have different samples."""
+        return self.resample and any(selection.num_drawn for selection in self._selections)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 in hex over everything that affects the draws, the targets and the weights of losses."""

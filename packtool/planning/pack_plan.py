@@ -189,8 +189,7 @@ def select_packs(plan: PackPlan, order: Int64Array) -> PackPlan:
 
 
 def split_into_samples(plan: PackPlan) -> PackPlan:
-    """Make every sample a pack of its own, in the same order."""
-    assert plan.shared_tokens is None, "a single sample has no shared prefix"
+    """Make every sample a pack of its own, in the same order; with shared prefixes, packs of what it adds to others."""
     return replace(plan, offsets=np.arange(plan.num_samples + 1, dtype=np.int64))
 
 
@@ -224,4 +223,10 @@ def split_to_count(plan: PackPlan, num_packs: int) -> PackPlan:
         assert len(cuts), "there are as many packs as samples"
         offsets = np.sort(np.concatenate((offsets, cuts)))
         missing -= len(cuts)
-    return replace(plan, offsets=offsets)
+    if plan.shared_tokens is None:
+        return replace(plan, offsets=offsets)
+    lengths, shared = plan.lengths.copy(), plan.shared_tokens.copy()
+    first = offsets[:-1]  # of each pack, which shares nothing
+    lengths[first] += shared[first]
+    shared[first] = 0
+    return replace(plan, offsets=offsets, lengths=lengths, shared_tokens=shared)

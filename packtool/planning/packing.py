@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from packtool.planning.pack_plan import (
     sort_by_sample,
     to_offsets,
 )
-from packtool.planning.prefix_trees import PrefixTrees
+from packtool.planning.prefix_trees import DrawnPrefixes, PrefixTrees
 from packtool.planning.shuffle import RandomStream, of_window, seeded_order
 from packtool.planning.tree_parts import separate_groups
 
@@ -92,6 +93,38 @@ def pack_trees(
         max_media = options.max_media_tokens_per_pack
         packs_of_groups = separate_groups(packs_of_groups, tree_of_group, group_media, max_media)
     return trees.expand(packs_of_groups, lengths)
+
+
+def share_drawn_prefixes(
+    packs: PackPlan, drawn: DrawnPrefixes, options: PackOptions, *, seed: int, epoch: int
+) -> PackPlan:
+    """Pack the samples of ``packs`` anew, so that prefixes of several are computed once; the same packs if none are."""
+    order = np.argsort(packs.samples, kind="stable")  # equal trees whenever the samples are equal
+    samples, lengths, capacity = packs.samples[order], packs.lengths[order], packs.capacity
+    trees = drawn.plan_trees(samples, lengths, capacity)
+    if not trees.num_shared_tokens:
+        return packs
+    media_tokens = drawn.added_media(trees, samples)
+    shared = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
+    return replace(shared, samples=samples[shared.samples], mixture=packs.mixture)
+
+
+def share_prefixes_in_steps(samples: PackPlan, drawn: DrawnPrefixes, samples_per_step: int) -> PackPlan:
+    """Reorder the samples within each step, so that those with a common prefix are neighbors.
+
+    ``samples`` are packs of one sample each, of which a step takes the next ``samples_per_step``. Their tokens become
+    those that each adds to its prefix.
+    """
+    steps = np.arange(samples.num_samples) // samples_per_step
+    trees = drawn.plan_trees(samples.samples, samples.lengths, samples.capacity, sets=steps)
+    if not trees.num_shared_tokens:
+        return samples
+    # Trees come in the order of their first samples, so those of a step stay together.
+    assert (steps[trees.samples] == steps).all(), "samples stay in their steps"
+    new_tokens = trees.new_tokens(samples.lengths)
+    return replace(
+        samples, samples=samples.samples[trees.samples], lengths=new_tokens, shared_tokens=trees.shared_tokens
+    )
 
 
 def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:

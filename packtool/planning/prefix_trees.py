@@ -163,6 +163,54 @@ def plan_trees(
 
 
 @dataclass(frozen=True, eq=False)
+class DrawnPrefixes:
+    """Prefixes of all N samples, for trees of those that an epoch draws or that a step has.
+
+    Args:
+        media_tokens: of each sample, (N,), and of each prefix, (M,).
+        min_shared, max_samples, max_media_tokens: as for ``plan_trees``.
+    """
+
+    prefixes: Prefixes
+    media_tokens: tuple[IntArray, IntArray]
+    min_shared: int
+    max_samples: int | None = None
+    max_media_tokens: int | None = None
+
+    def plan_trees(
+        self, samples: Int64Array, lengths: IntArray, capacity: int, sets: Int64Array | None = None
+    ) -> PrefixTrees:
+        """Build trees of drawn samples, (n,), numbered from 0 to n - 1; copies of a sample are in different trees.
+
+        ``lengths``, (n,), are their tokens. If ``sets``, (n,), are given, only samples of the same set share prefixes.
+        """
+        members, offsets = gather_groups(self.prefixes.offsets, samples)
+        by_sample = np.argsort(samples, kind="stable")
+        copies = np.empty_like(samples)  # 0 for the first occurrence of a sample, 1 for the second
+        firsts = np.flatnonzero(np.diff(samples[by_sample], prepend=NOTHING))
+        copies[by_sample] = np.arange(len(samples)) - np.repeat(firsts, np.diff(np.append(firsts, len(samples))))
+        salts = copies if sets is None else sets * (int(copies.max(initial=0)) + 1) + copies
+        # An odd factor: equal hashes stay equal only with equal salts.
+        salts_of_prefixes = np.repeat(salts.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), np.diff(offsets))
+        sample_media, prefix_media = self.media_tokens
+        return plan_trees(
+            lengths,
+            Prefixes(offsets, self.prefixes.lengths[members], self.prefixes.hashes[members] ^ salts_of_prefixes),
+            capacity=capacity,
+            min_shared=self.min_shared,
+            max_samples=self.max_samples,
+            media_tokens=(sample_media[samples], prefix_media[members]),
+            max_media_tokens=self.max_media_tokens,
+        )
+
+    def added_media(self, trees: PrefixTrees, samples: Int64Array) -> Int64Array:
+        """Return the media tokens that each drawn sample, (n,), adds to its group; int64 (n,)."""
+        members, _ = gather_groups(self.prefixes.offsets, samples)
+        sample_media, prefix_media = self.media_tokens
+        return trees.added(sample_media[samples], prefix_media[members])
+
+
+@dataclass(frozen=True, eq=False)
 class _DepthFirstWalk:
     """N samples, tree after tree, each in depth-first order, with the prefix that each shares with the one before it.
 
@@ -206,7 +254,10 @@ class _DepthFirstWalk:
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
-    """Rebuild the trees of a plan made with ``min_shared``, each pack a group; None if its prefixes were others."""
+    """Rebuild the trees of a plan made with ``min_shared``; None if its prefixes were others.
+
+    A sample that shares nothing with the one before it begins a group.
+    """
     assert packs.shared_tokens is not None, "the plan has shared prefixes"
     # Sample and prefix length in one number, ascending.
     keys = prefixes.owners() << 31 | prefixes.lengths
@@ -218,7 +269,8 @@ def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> Pr
     shared_prefixes = np.full(packs.num_samples, NOTHING, np.int64)
     shared_prefixes[has_prefix] = indices
     tree_ids = _Forest.from_prefixes(prefixes, min_shared).roots()[packs.samples]
-    return PrefixTrees(packs.samples, packs.offsets, packs.shared_tokens, shared_prefixes, tree_ids)
+    offsets = np.append(np.flatnonzero(~has_prefix), packs.num_samples)
+    return PrefixTrees(packs.samples, offsets, packs.shared_tokens, shared_prefixes, tree_ids)
 
 
 @dataclass(frozen=True, eq=False)

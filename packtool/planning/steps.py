@@ -203,7 +203,11 @@ def _check_index(name: str, index: int, num: int) -> None:
 
 
 def assign_balanced(
-    packs: PackPlan, costs: Costs | None, options: PlanOptions, tree_parts: TreeParts | None = None
+    packs: PackPlan,
+    costs: Costs | None,
+    options: PlanOptions,
+    tree_parts: TreeParts | None = None,
+    num_packs: int | None = None,
 ) -> StepAssignment:
     """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
@@ -213,7 +217,8 @@ def assign_balanced(
     ranks need, and the packs of a rank are spread evenly over them.
 
     ``costs``, (K,), is the work of each of the K packs, needed for balancing. ``tree_parts``: prefix trees in several
-    packs, and whether these packs must come into one step, or into different steps.
+    packs, and whether these packs must come into one step, or into different steps. ``num_packs``: there are as many
+    steps as for this many packs, so the last step may take more than others; None for the number of ``packs``.
     """
     world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
     check_counts(
@@ -227,6 +232,8 @@ def assign_balanced(
         assert costs is not None, "balancing needs the costs of packs"
     order = _order_for_steps(packs.num_packs, costs, options, tree_parts)
     num_full_steps = packs.num_packs // options.packs_per_step
+    if num_packs is not None and packs.num_packs > num_packs:
+        num_full_steps = (num_packs - 1) // options.packs_per_step
     num_in_full_steps = num_full_steps * options.packs_per_step
     full_steps = order[:num_in_full_steps].reshape(num_full_steps, options.packs_per_step)
     last_step = order[num_in_full_steps:]

@@ -172,7 +172,6 @@ def test_mixing_options_of_other_tools() -> None:
         ({"resample": False}, "--resample false requires a mixture"),
         ({"mix": "m.yaml"}, "already names the caches"),
         ({"mix": "m.yaml", "interleave_probs": ("1", "2")}, "both define a mixture"),
-        ({"share_prefix": "true", "mix_strategy": "interleave_once"}, "cannot be combined with mixtures"),
     ],
 )
 def test_contradictory_mixing_options_are_refused(options: dict[str, Any], message: str) -> None:

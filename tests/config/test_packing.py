@@ -85,7 +85,6 @@ def test_packing_options_reach_the_packer() -> None:
         ({**STEPS, "packing_algorithm": "sequential"}, ("remove --packing-algorithm sequential",)),
         ({**STEPS, "packing_window": "9"}, ("remove --packing-window",)),
         ({**STEPS, "plan": "p"}, ("--plan already contains packs", "--samples-per-step")),
-        ({**STEPS, "share_prefix": "true"}, ("--share-prefix true cannot be combined with --samples-per-step",)),
         ({"samples_per_step": "0"}, ("--samples-per-step",)),
         (
             {**STEPS, "cached_dataset": (), "dataset": ("d",), "streaming": "true", "max_steps": "9"},

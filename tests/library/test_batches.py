@@ -62,7 +62,7 @@ def test_batches_reuse_the_plan(mixed: bool, tiny: TinyWorld, monkeypatch: pytes
     """Batches take the steps of the plan that they are given; other targets need other steps."""
     plan = packtool.plan(f"{tiny.cache}#8" if mixed else tiny.cache, **PLAN)
     calls: list[str] = []
-    for name in ("plan_epoch", "plan_mixture", "assign_packs", "find_shared_prefixes", "make_mixture"):
+    for name in ("plan_epoch", "pack_drawn", "pack_epoch", "assign_packs", "find_shared_prefixes", "make_mixture"):
         planning = getattr(inputs, name)
         monkeypatch.setattr(inputs, name, lambda *a, _n=name, _f=planning, **k: (calls.append(_n), _f(*a, **k))[1])
     batches = packtool.Batches(plan, **HERE)

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from packtool.planning.cost import CostModel
 from packtool.planning.epoch import assign_packs, plan_epoch
 from packtool.planning.options import PlanOptions
-from packtool.planning.packing import pack
+from packtool.planning.pack_plan import PackPlan, split_to_count
+from packtool.planning.packing import pack, pack_singletons, share_drawn_prefixes, share_prefixes_in_steps
 from packtool.planning.prefix_trees import (
     NOTHING,
     Branch,
+    DrawnPrefixes,
     Prefixes,
     PrefixTrees,
     find_branches,
@@ -317,3 +319,44 @@ def test_shared_prefixes_are_equal(rows: Rows, data: st.DataObject) -> None:
     assert trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths).num_tokens == int(
         trees.new_tokens(lengths).sum()
     )
+
+
+def check_drawn(plan: PackPlan, drawn: list[int], rows: Rows) -> None:
+    """The drawn samples, each with a prefix that it has in common with the one before it, which is no copy of it."""
+    assert sorted(plan.samples.tolist()) == sorted(drawn)
+    assert plan.full_lengths.tolist() == [len(rows[sample]) for sample in plan.samples.tolist()]
+    shared = np.zeros(len(drawn), np.int64) if plan.shared_tokens is None else plan.shared_tokens
+    for index in np.flatnonzero(shared).tolist():
+        before, sample = plan.samples[index - 1 : index + 1].tolist()
+        assert rows[before][: shared[index]] == rows[sample][: shared[index]]
+        assert before != sample
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8), st.data())
+def test_drawn_samples_keep_their_steps_or_their_packs_limits(rows: Rows, data: st.DataObject) -> None:
+    """Repeated ones among them; in steps of a number of samples, and in packs."""
+    drawn = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=20))
+    size, capacity = data.draw(st.integers(1, 20)), data.draw(st.integers(9, 30))
+    samples = np.array(drawn)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    prefixes = prefixes_of(rows, [range(1, len(row) + 1) for row in rows])
+    media = np.zeros(len(rows), np.int64), np.zeros(len(prefixes.lengths), np.int64)
+    sharing = DrawnPrefixes(prefixes, media, min_shared=1)
+    singles = pack_singletons(lengths[samples], capacity, seed=0, shuffle=False)
+    plan = share_prefixes_in_steps(dataclasses.replace(singles, samples=samples), sharing, size)
+    check_drawn(plan, drawn, rows)
+    for start in range(0, len(drawn), size):
+        step = slice(start, start + size)
+        assert sorted(plan.samples[step].tolist()) == sorted(drawn[step])
+        assert plan.shared_tokens is None or plan.shared_tokens[start] == 0
+    options = PlanOptions(max_length=capacity, packing_length=capacity, world_size=1)
+    packs = dataclasses.replace(pack(lengths[samples], capacity, seed=0), mixture="drawn")
+    packs = dataclasses.replace(packs, samples=samples[packs.samples])
+    shared = share_drawn_prefixes(packs, sharing, options, seed=0, epoch=0)
+    check_drawn(shared, drawn, rows)
+    assert shared.mixture == "drawn"
+    assert shared.tokens_per_pack().max() <= capacity
+    split = split_to_count(shared, len(drawn))  # a pack for each
+    check_drawn(split, drawn, rows)
+    assert split.num_packs == len(drawn)

@@ -117,7 +117,8 @@ class CachedSource(Steps):
     def media_tokens(self) -> float:
         """Mean media tokens of a micro-batch in the epoch that is trained next."""
         plan = self.timeline.span_at(self.start).plan
-        return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.micro_batch_sizes()), 1)
+        media = self.inputs.shared_in(plan.packs) or self.reader.index
+        return float(media.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.micro_batch_sizes()), 1)
 
     @property
     def _stages(self) -> list[TrainedStage]:
@@ -185,17 +186,24 @@ class CachedSource(Steps):
         is_dynamic = self.inputs.for_training.config.removes_padding and not self.inputs.options.packing
         for span in self.timeline.spans(self.start):
             plan, first = span.plan, max(self.start - span.first_step, 0)
-            figures = islice(figures_of_steps(plan, self.figures, is_dynamic=is_dynamic), first, None)
+            # With a mixture, what a sample adds to its prefix differs between epochs.
+            differs = self.inputs.shared is not None and self.inputs.shares_within_epochs
+            samples = sample_figures(self.inputs, plan) if differs else self.figures
+            figures = islice(figures_of_steps(plan, samples, is_dynamic=is_dynamic), first, None)
             rank = self.world.shared_by(self.world.size // plan.steps.world_size).data.rank
             steps = zip(self.planned_epoch(plan, span.epoch).steps(rank, first), figures, strict=True)
             for micro_batches, step_figures in islice(steps, span.num_steps - first):
                 yield RankStep(micro_batches, lambda figures=step_figures: figures)  # type: ignore[misc]
 
 
-def sample_figures(inputs: Inputs) -> SampleFigures:
-    """The figures of all N samples of the caches; media and FLOPs of a shared prefix count for its first sample."""
+def sample_figures(inputs: Inputs, plan: EpochPlan | None = None) -> SampleFigures:
+    """The figures of all N samples of the caches; media and FLOPs of a shared prefix count for its first sample.
+
+    ``plan`` is that of the epoch; None for the first one.
+    """
     config, files, reader = inputs.for_training
-    index, shared, targets = reader.index, inputs.shared, inputs.targets
+    index, targets = reader.index, inputs.targets
+    shared = inputs.shared if plan is None else inputs.shared_in(plan.packs)
     costs = RunCosts.of(config, files.config)
 
     def flops_of(cost: CostModel) -> Costs:

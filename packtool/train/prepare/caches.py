@@ -30,6 +30,7 @@ from packtool.config.mixture import (
     parse_recipe,
     unify_sources,
 )
+from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag, load_json, parse_yaml
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
@@ -423,3 +424,52 @@ def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int 
     if pixels is not None:
         return pixels
     return None if tokens is None else tokens * limits.pixels_per_token
+
+
+def stage_problems(recipe: Recipe, config: PlanConfig | TrainConfig) -> list[str]:
+    """Conflicts of a recipe's stages with the settings of the run, a message for each."""
+    max_steps = config.max_steps
+    problems = []
+    if config.schedule == "skrull":
+        problems.append(
+            f"{recipe.place}, stages: they cannot be combined with --schedule skrull; leave out one of them"
+        )
+    previous_end = 0  # last step of the previous stage, with --max-steps
+    for number, stage in enumerate(recipe.stages):
+        key = f"{recipe.place}, stages[{number}]"
+        problems += _pack_problems(key, stage, config)
+        if max_steps is None:  # then ends of stages are fractions of the run, which need no check
+            if stage.until is not None:
+                problems.append(
+                    f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run "
+                    "(until: 30%)"
+                )
+            continue
+        end = stage.until or max(round((stage.until_share or 0.0) * max_steps), 1)  # 1 if it is missing
+        is_last = number + 1 == len(recipe.stages)
+        if is_last and previous_end >= max_steps:
+            problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
+        elif not is_last and stage.until is None and stage.until_share is None:
+            problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
+        elif not is_last and end <= previous_end:
+            problems.append(
+                f"{key}.until: {stage.end_text} is step {end:,}, not after step {previous_end:,}, where the "
+                "previous stage ends"
+            )
+        previous_end = end
+    return problems
+
+
+def _pack_problems(key: str, stage: Recipe, config: PlanConfig | TrainConfig) -> list[str]:
+    """Conflicts of the packing options of a stage with those of the run; ``key`` names the stage in the recipe."""
+    problems = []
+    if stage.packing_length is not None and not config.packing:
+        problems.append(f"{key}.packing_length: it cannot be combined with --packing false; leave out one of them")
+    size = stage.sequence_parallel_size
+    num_sharing = config.sequence_parallel_ranks  # processes that share a sequence
+    if size is not None and num_sharing % size != 0:
+        problems.append(
+            f"{key}.sequence_parallel_size: {size} does not divide the {num_sharing} processes of the run that "
+            "share a sequence: give --sequence-parallel-size the largest size, and each stage a divisor of it"
+        )
+    return problems

@@ -338,7 +338,7 @@ def tokens_per_micro_batch(plan: EpochPlan, inputs: Inputs) -> dict[str, Costs]:
     assert inputs.reader is not None, "a plan of caches"
     packs, steps = plan.packs, plan.steps
     # With shared prefixes, a sample has only the media that it adds to its prefix.
-    media = inputs.reader.index if inputs.shared is None else inputs.shared
+    media = inputs.shared_in(packs) or inputs.reader.index
     audio_per_pack = packs.sums_per_pack(media.audio_tokens[packs.samples])
     media_per_pack = packs.sums_per_pack(media.media_tokens[packs.samples])
     per_pack = {

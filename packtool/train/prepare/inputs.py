@@ -21,24 +21,35 @@ from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
-from packtool.planning.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reorder_saved_packs
+from packtool.planning.epoch import (
+    EpochPlan,
+    assign_packs,
+    pack_drawn,
+    pack_epoch,
+    plan_epoch,
+    plan_mixture,
+    reorder_saved_packs,
+)
 from packtool.planning.ledger import DataChange, Ledger
 from packtool.planning.mixture import Mixture, make_mixture
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array, PackPlan
-from packtool.planning.prefix_trees import select_samples
+from packtool.planning.prefix_trees import DrawnPrefixes, select_samples
 from packtool.planning.summary import PlanSummary
 from packtool.planning.towers import TowerWork
-from packtool.train.prepare.caches import packs_of
+from packtool.train.prepare.caches import packs_of, stage_problems
 from packtool.train.prepare.checkpoint import BatchShape, RunState
 from packtool.train.prepare.shared_prefixes import (
     SharedPrefixes,
+    decide_sharing,
     find_shared_prefixes,
     load_shared_prefixes,
     part_placement,
     tower_work,
 )
 
+_SPARE_PACKS = 0.01
+"""Fraction of packs that epochs of a mixture have in reserve, because each draws other prefixes."""
 _MAX_CACHED_PLANS = 2
 """Plans have tens of megabytes each; one is of the epoch in training, the other of the one read ahead."""
 
@@ -101,18 +112,50 @@ class Inputs:
         if self.reader is None:
             return self
         assert self.options.cost is not None, "caches are planned with costs"
-        no_sharing_reason = None
+        shared = no_sharing_reason = None
         if self.saved_plan is not None:
             shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.reader)
-        else:
+        elif not self.shares_within_epochs:
             shared, no_sharing_reason = self._find_shared_prefixes(self.reader)
         cost = self.options.cost
         towers = tower_work(cost, self.reader.index) if shared is None else shared.towers(cost, self.targets)
         inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, towers=towers)
-        if self.recipe is None:
-            return inputs
-        max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
-        return inputs.with_mixture(self.recipe, max_length)
+        if self.recipe is not None:
+            max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
+            inputs = inputs.with_mixture(self.recipe, max_length)
+        return inputs._with_drawn_prefixes(self.reader) if self.shares_within_epochs else inputs
+
+    @property
+    def shares_within_epochs(self) -> bool:
+        """True if each epoch has other prefix trees: with a mixture, or a number of samples per step.
+
+        ``shared`` then has the trees of the first epoch, ``shared_in`` those of any. ``towers`` are of full samples.
+        """
+        return self.saved_plan is None and (self.recipe is not None or self.options.samples_per_step is not None)
+
+    def _with_drawn_prefixes(self, reader: CacheReader) -> Inputs:
+        """Decide on sharing by the first epochs of all stages."""
+        candidate = SharedPrefixes.undrawn(self.config, reader)
+        if candidate is None:
+            return self
+        stages = [dataclasses.replace(stage, shared=candidate) for stage in self.stages or (self,)]
+        first_epochs = [candidate.in_packs(stage._first_groups()) for stage in stages]
+        shared, no_sharing_reason = decide_sharing(self.config, first_epochs)
+        stages = [dataclasses.replace(stage, shared=shared) for stage in self.stages]
+        return dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, stages=tuple(stages))
+
+    @cached_property
+    def _drawn_prefixes(self) -> DrawnPrefixes | None:
+        """Prefixes for the trees of each epoch; None if all epochs have the trees of ``shared``."""
+        if self.shared is None or not self.shares_within_epochs:
+            return None
+        return self.shared.drawn(self.config.max_rows_per_tree, self.config.max_media_tokens_per_pack)
+
+    def shared_in(self, packs: PackPlan) -> SharedPrefixes | None:
+        """The prefixes that are computed once in the packs of an epoch; None if the run shares none."""
+        if self.shared is None or not self.shares_within_epochs:
+            return self.shared
+        return self.shared.in_packs(packs)
 
     def _find_shared_prefixes(self, reader: CacheReader) -> tuple[SharedPrefixes | None, str | None]:
         """Find the prefixes to share; None, possibly with the reason, if every sample is computed in full."""
@@ -170,7 +213,7 @@ class Inputs:
         """
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
-        if problems := _stage_problems(recipe, self):
+        if problems := stage_problems(recipe, self.config):
             raise ConfigError.from_problems(problems)
         stages = []
         mixtures = []
@@ -229,8 +272,40 @@ class Inputs:
                 packs = reorder_saved_packs(packs, seed=self.config.seed, epoch=epoch)
             return self.assign(packs, batch_shape)
         if self.mixture is not None:
-            return self.plan_mixture(self.mixture, epoch, batch_shape)
+            return self.plan_mixture(self.mixture, epoch, batch_shape, self._num_drawn_packs)
         return self._plan(epoch, batch_shape, self.shared, self.towers)
+
+    def _drawn_packs(self, epoch: int) -> PackPlan:
+        """The packs of an epoch with a mixture, or a number of samples per step; of any number without sharing."""
+        seed, drawn = self.config.seed, self._drawn_prefixes
+        if self.mixture is not None:
+            return pack_drawn(self.mixture, self.options, seed=seed, epoch=epoch, drawn=drawn)
+        media_tokens = self.media_tokens
+        return pack_epoch(self.lengths, self.options, seed=seed, epoch=epoch, media_tokens=media_tokens, drawn=drawn)
+
+    def _first_groups(self) -> PackPlan:
+        """The samples of the first epoch, each group that shares a prefix as a pack; or their steps, if these do."""
+        drawn = self._drawn_prefixes
+        if self.mixture is None or self.options.samples_per_step is not None or drawn is None:
+            return self._drawn_packs(0)
+        samples = np.sort(self.mixture.draw(0))
+        trees = drawn.plan_trees(samples, self.lengths[samples], self.options.packing_length)
+        tokens, samples = trees.new_tokens(self.lengths[samples]), samples[trees.samples]
+        return PackPlan(samples, trees.offsets, tokens, self.options.packing_length, trees.shared_tokens)
+
+    @cached_property
+    def _num_drawn_packs(self) -> int | None:
+        """Packs of each full epoch of a mixture with shared prefixes; None if the packs do not depend on these.
+
+        Epochs save different numbers of tokens, and must have equally many steps. So they have some packs more than the
+        first needs. If one needs even more, its last step trains them.
+        """
+        if self._drawn_prefixes is None or self.mixture is None or self.options.samples_per_step is not None:
+            return None
+        num_packs = self._drawn_packs(0).num_packs
+        if self.mixture.varies:
+            num_packs += math.ceil(_SPARE_PACKS * num_packs)
+        return min(num_packs, self.mixture.num_drawn)
 
     def _plan(
         self,
@@ -244,6 +319,17 @@ class Inputs:
 
         ``shared`` are the prefixes of these samples; with them, a sample has only the media that it adds to its prefix.
         """
+        if self._drawn_prefixes is not None:
+            packs = pack_epoch(
+                self.lengths,
+                self.options,
+                seed=self.config.seed,
+                epoch=epoch,
+                media_tokens=self.media_tokens,
+                untrained=untrained,
+                drawn=self._drawn_prefixes,
+            )
+            return self.assign(packs, batch_shape)
         return plan_epoch(
             self.lengths,
             self.targets,
@@ -256,12 +342,14 @@ class Inputs:
             untrained=untrained,
         )
 
-    def plan_mixture(self, mixture: Mixture, epoch: int, batch_shape: BatchShape) -> EpochPlan:
-        """The plan of the samples that a mixture draws in an epoch."""
-        options, seed = self._options_for(batch_shape), self.config.seed
-        return plan_mixture(
-            mixture, options, seed=seed, epoch=epoch, media_tokens=self.media_tokens, towers=self.towers
-        )
+    def plan_mixture(
+        self, mixture: Mixture, epoch: int, batch_shape: BatchShape, num_packs: int | None = None
+    ) -> EpochPlan:
+        """The plan of the samples that a mixture draws in an epoch, with as many steps as for ``num_packs`` packs."""
+        options, seed, drawn = self.options, self.config.seed, self._drawn_prefixes
+        packs = pack_drawn(mixture, options, seed=seed, epoch=epoch, drawn=drawn, min_packs=num_packs or 0)
+        plan = self.assign(packs, batch_shape, num_packs=num_packs)
+        return dataclasses.replace(plan, summary=dataclasses.replace(plan.summary, num_filtered=mixture.num_filtered))
 
     def plan_remaining(self, change: DataChange, batch_shape: BatchShape) -> EpochPlan | None:
         """The plan of the samples left of the epoch in which the data changed; None if all were trained."""
@@ -270,28 +358,38 @@ class Inputs:
         if not (self.lengths[samples] <= self.options.max_length).any():
             return None
         shared, towers = self.shared, self.towers
-        if shared is not None:
+        if shared is not None and not self.shares_within_epochs:
             assert self.options.cost is not None, "training knows costs"
             shared = dataclasses.replace(shared, trees=select_samples(shared.trees, remaining_counts > 0))
             towers = shared.towers(self.options.cost, self.targets)
         return self._plan(change.epoch, batch_shape, shared, towers, samples)
 
-    def assign(self, packs: PackPlan, batch_shape: BatchShape, *, keeps_steps: bool = False) -> EpochPlan:
-        """The plan that assigns given packs to steps and ranks; with ``keeps_steps``, to steps in their order."""
+    def assign(
+        self, packs: PackPlan, batch_shape: BatchShape, *, keeps_steps: bool = False, num_packs: int | None = None
+    ) -> EpochPlan:
+        """The plan that assigns given packs to steps and ranks; arguments are as for ``assign_packs``."""
+        media_tokens, towers = self.media_tokens, self.towers
+        trees = None if self.shared is None else self.shared.trees
+        if self.shares_within_epochs and (shared := self.shared_in(packs)) is not None:
+            assert self.options.cost is not None, "caches are planned with costs"
+            media_tokens, towers, trees = shared.media_tokens, shared.towers(self.options.cost, self.targets), None
         return assign_packs(
             packs,
             self.targets,
             self._options_for(batch_shape),
-            media_tokens=self.media_tokens,
-            towers=self.towers,
-            trees=None if self.shared is None else self.shared.trees,
+            media_tokens=media_tokens,
+            towers=towers,
+            trees=trees,
             keeps_steps=keeps_steps,
+            num_packs=num_packs,
         )
 
     def summary_without_sharing(self, batch_shape: BatchShape) -> PlanSummary:
         """Packs and steps of the first epoch if no prefix were shared; packs it once more, without costs."""
         options = dataclasses.replace(self._options_for(batch_shape), cost=None, balance="none")
         seed, media_tokens = self.config.seed, self.media_tokens
+        if self.mixture is not None:
+            return plan_mixture(self.mixture, options, seed=seed, media_tokens=media_tokens).summary
         return plan_epoch(self.lengths, self.targets, options, seed=seed, media_tokens=media_tokens).summary
 
     def _options_for(self, batch_shape: BatchShape) -> PlanOptions:
@@ -469,52 +567,3 @@ class EpochToResume(NamedTuple):
     count_samples: Callable[[Int64Array, Int64Array], Int64Array]
     max_length: int  # maximum tokens of a sample
     stage: tuple[int, int] | None  # 0-based number, and first epoch; None without stages
-
-
-def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Conflicts of a recipe's stages with the settings of the run, a message for each."""
-    max_steps = inputs.config.max_steps
-    problems = []
-    if inputs.options.skrull is not None:
-        problems.append(
-            f"{recipe.place}, stages: they cannot be combined with --schedule skrull; leave out one of them"
-        )
-    previous_end = 0  # last step of the previous stage, with --max-steps
-    for number, stage in enumerate(recipe.stages):
-        key = f"{recipe.place}, stages[{number}]"
-        problems += _pack_problems(key, stage, inputs.config)
-        if max_steps is None:  # then ends of stages are fractions of the run, which need no check
-            if stage.until is not None:
-                problems.append(
-                    f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run "
-                    "(until: 30%)"
-                )
-            continue
-        end = stage.until or max(round((stage.until_share or 0.0) * max_steps), 1)  # 1 if it is missing
-        is_last = number + 1 == len(recipe.stages)
-        if is_last and previous_end >= max_steps:
-            problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
-        elif not is_last and stage.until is None and stage.until_share is None:
-            problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
-        elif not is_last and end <= previous_end:
-            problems.append(
-                f"{key}.until: {stage.end_text} is step {end:,}, not after step {previous_end:,}, where the "
-                "previous stage ends"
-            )
-        previous_end = end
-    return problems
-
-
-def _pack_problems(key: str, stage: Recipe, config: PlanConfig | TrainConfig) -> list[str]:
-    """Conflicts of the packing options of a stage with those of the run; ``key`` names the stage in the recipe."""
-    problems = []
-    if stage.packing_length is not None and not config.packing:
-        problems.append(f"{key}.packing_length: it cannot be combined with --packing false; leave out one of them")
-    size = stage.sequence_parallel_size
-    num_sharing = config.sequence_parallel_ranks  # processes that share a sequence
-    if size is not None and num_sharing % size != 0:
-        problems.append(
-            f"{key}.sequence_parallel_size: {size} does not divide the {num_sharing} processes of the run that "
-            "share a sequence: give --sequence-parallel-size the largest size, and each stage a divisor of it"
-        )
-    return problems

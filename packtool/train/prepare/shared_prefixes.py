@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,15 @@ from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError
 from packtool.planning.cost import CostModel
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
-from packtool.planning.prefix_trees import NOTHING, PartPlacement, Prefixes, PrefixTrees, plan_trees, rebuild_trees
+from packtool.planning.prefix_trees import (
+    NOTHING,
+    DrawnPrefixes,
+    PartPlacement,
+    Prefixes,
+    PrefixTrees,
+    plan_trees,
+    rebuild_trees,
+)
 from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing
 from packtool.train.prepare.caches import export_command
@@ -46,6 +54,32 @@ class SharedPrefixes:
     index: SplitIndex
     prefixes: SplitPrefixes
     trees: PrefixTrees
+
+    @classmethod
+    def undrawn(cls, config: SharingOptions, reader: CacheReader) -> SharedPrefixes | None:
+        """Prefixes for epochs that each draw their samples, without trees; None if they cannot be shared."""
+        if config.share_prefix == "false" or config.sharing_conflicts:
+            return None
+        recorded = _prefixes(reader, is_required=config.share_prefix == "true")
+        if recorded is None:
+            return None
+        nothing = np.zeros(0, np.int64)
+        trees = PrefixTrees(nothing, np.zeros(1, np.int64), nothing.astype(np.int32), nothing, nothing)
+        return cls(reader.index, recorded, trees)
+
+    def drawn(self, max_samples: int | None, max_media_tokens: int | None) -> DrawnPrefixes:
+        """The prefixes as epochs take them that draw their samples; ``max_samples`` and media tokens of a tree."""
+        media_tokens = self.index.media_tokens, self.prefixes.prefixes.media_tokens
+        prefixes = _as_planned(self.prefixes, len(self.index.length))
+        return DrawnPrefixes(prefixes, media_tokens, MIN_SHARED, max_samples, max_media_tokens)
+
+    def in_packs(self, packs: PackPlan) -> SharedPrefixes:
+        """The same prefixes with the trees of an epoch's packs; copies of a sample have the amounts of one of them."""
+        if packs.shared_tokens is None:
+            packs = replace(packs, shared_tokens=np.zeros_like(packs.lengths))
+        trees = rebuild_trees(packs, _as_planned(self.prefixes, len(self.index.length)), min_shared=MIN_SHARED)
+        assert trees is not None, "the packs were made from these prefixes"
+        return replace(self, trees=trees)
 
     @property
     def num_tokens_without_sharing(self) -> int:
@@ -116,7 +150,7 @@ class SharedPrefixes:
         saved = [f"{self.trees.num_shared_tokens:,} of {self.num_tokens_without_sharing:,} tokens ({self.saved:.0%})"]
         if tower_work_saved := self.tower_work_saved(cost):
             saved.append(f"{tower_work_saved:.0%} of the towers' work")
-        if num_steps_whole:
+        if num_steps_whole > num_steps:
             saved.append(f"{num_steps_whole - num_steps:,} of {num_steps_whole:,} optimizer steps of an epoch")
         listed = " and ".join([", ".join(saved[:-1]), saved[-1]] if len(saved) > 1 else saved)
         return (
@@ -145,7 +179,6 @@ def find_shared_prefixes(
     if config.share_prefix == "false":
         return None, None
     is_required = config.share_prefix == "true"
-    conflicts = config.sharing_conflicts
     recorded = _prefixes(reader, is_required=is_required)
     lengths = reader.index.length[:limit]
     kept_lengths = lengths if max_length is None else lengths[lengths <= max_length]
@@ -162,20 +195,29 @@ def find_shared_prefixes(
         media_tokens=(reader.index.media_tokens[: len(lengths)], recorded.prefixes.media_tokens[:num_prefixes]),
         max_media_tokens=max_media_tokens,
     )
-    if not trees.num_shared_tokens:
+    return decide_sharing(config, [SharedPrefixes(reader.index, recorded, trees)])
+
+
+def decide_sharing(
+    config: SharingOptions, epochs: Sequence[SharedPrefixes]
+) -> tuple[SharedPrefixes | None, str | None]:
+    """Return the prefixes of the first epoch if sharing those of all ``epochs`` is worth it, and a message if not."""
+    is_required, conflicts = config.share_prefix == "true", config.sharing_conflicts
+    num_shared = sum(each.trees.num_shared_tokens for each in epochs)
+    if not num_shared:
         message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
         return None, message if is_required else None
-    shared = SharedPrefixes(reader.index, recorded, trees)
-    saves_enough = shared.saved > MIN_SAVING
+    saved = num_shared / sum(each.num_tokens_without_sharing for each in epochs)
+    saves_enough = saved > MIN_SAVING
     if is_required or (saves_enough and not conflicts):
-        return shared, None
+        return epochs[0], None
     if saves_enough:
-        message = f"{shared.saved:.0%} of the tokens could be saved, but each sample is computed in full"
+        message = f"{saved:.0%} of the tokens could be saved, but each sample is computed in full"
         return None, f"shared prefixes: {message}: that cannot be combined with {conflicts[0]}"
-    if conflicts or shared.saved < _MIN_MENTIONED:
+    if conflicts or saved < _MIN_MENTIONED:
         return None, None
     return None, (
-        f"shared prefixes: {shared.saved:.1%} of the tokens could be saved, too few to be worth it: each sample "
+        f"shared prefixes: {saved:.1%} of the tokens could be saved, too few to be worth it: each sample "
         "is computed in full; --share-prefix true shares them anyway"
     )
 
