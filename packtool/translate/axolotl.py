@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from packtool.translate.names import Translation, is_true, split_list, translate_ratio
+from packtool.translate.names import Translation, is_true, split_list
 
 # Keys of a data set with names of columns, and packtool's names of these columns.
 _COLUMNS = {
@@ -28,7 +28,6 @@ def translate_axolotl(translation: Translation, values: dict[str, Any], environ:
         translation.translate_key("plugins", plugin)
     for name in ("datasets", "pretraining_dataset", "test_datasets"):
         _axolotl_datasets(translation, name, values.pop(name, None))
-    translate_ratio(translation, values, "val_set_size")
     for name in ("qat", "model_config"):
         settings = values.pop(name, None) or {}
         if isinstance(settings, dict):

@@ -297,14 +297,6 @@ def split_list(value: Any) -> list[str]:
     return [item for item in re.split(r"[,\s]+", str(value)) if item]
 
 
-def translate_ratio(translation: Translation, values: dict[str, Any], name: str) -> None:
-    """Translate a ratio of validation rows, which is a number of rows if it is at least 1."""
-    if (size := translation.number(name, values.pop(name, None), 0)) >= 1:
-        translation.refuse(f"{name}: {size:g}", "a number of rows is not supported; give a ratio such as 0.1")
-    elif size:
-        translation.set("split_dataset_ratio", size, name)
-
-
 def _matches(text: str, patterns: str) -> bool:
     """Return whether a text matches one of the patterns, which have spaces between them."""
     return any(fnmatchcase(text, pattern) for pattern in patterns.split(" "))

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,6 @@ _OWN_KEYS = {
     for each in dataclasses.fields(cls)
     for name in option_names(each)
 }
-# Options of packtool that a tool uses for something else.
-_OTHER_MEANINGS = {("axolotl", "strict")}
 _MODEL_KEYS = ("model", "model_name_or_path", "base_model")
 # Keys that only the files have that ms-swift writes beside checkpoints (args.json).
 _RECORD_KEYS = {"global_world_size", "model_suffix", "model_info", "model_meta"}
@@ -103,32 +103,19 @@ def _num_nodes(node: Any, counts: dict[int, int], parents: frozenset[int]) -> in
     """
     if id(node) in parents:
         raise ValueError(f"line {node.start_mark.line + 1}: a value contains itself")
-    if id(node) in counts:
-        return counts[id(node)]
-    total = 1
-    for child in _child_nodes(node):
-        total += _num_nodes(child, counts, parents | {id(node)})
-    if total > MAX_NODES:
-        raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
-    counts[id(node)] = total
-    return total
-
-
-def _child_nodes(node: Any) -> list[Any]:
-    """Return the items of a YAML list, or the keys and values of an object; ValueError for a duplicate key."""
-    import yaml
-
-    if isinstance(node, yaml.SequenceNode):
-        return list(node.value)
-    children: list[Any] = []
-    if isinstance(node, yaml.MappingNode):
+    if id(node) not in counts:
+        children = node.value if isinstance(node.value, list) else []  # a text has no children
+        pairs = [child for child in children if isinstance(child, tuple)]  # of the keys and values of an object
         keys: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+        for key, _ in pairs:
+            if isinstance(key.value, str) and key.value in keys:
                 raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice; remove one")
             keys.add(str(key.value))
-            children += [key, value]
-    return children
+        nodes = [each for pair in pairs for each in pair] if pairs else children
+        counts[id(node)] = 1 + sum(_num_nodes(each, counts, parents | {id(node)}) for each in nodes)
+        if counts[id(node)] > MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
+    return counts[id(node)]
 
 
 def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None = None) -> str | None:
@@ -139,7 +126,12 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
         if not values:
             raise ConfigError(f"{label}: the file is empty")
         return TOOLS[from_option.lower()]
-    keys_by_tool = _keys_of_single_tools(values)
+    tools_by_key = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
+    keys_by_tool: dict[str, list[str]] = {}  # keys that only this tool has: no other, transformers or packtool
+    for key, tools in tools_by_key.items():
+        known_tools = tools & set(TOOLS.values())
+        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
+            keys_by_tool.setdefault(known_tools.pop(), []).append(key)
     if len(keys_by_tool) > 1:
         keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(keys_by_tool.items()))
         raise ConfigError(f"{label} mixes keys of several tools: {keys}", "Remove those of all tools but one.")
@@ -151,159 +143,105 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
             )
         return None
     (tool,) = keys_by_tool
-    is_own_config = any(_is_own_key(key, tool) for key in values)
-    return None if is_own_config else tool
+    only_in_packtool = {key for key, tools in tools_by_key.items() if not tools & {tool, TRANSFORMERS}} & _OWN_KEYS
+    if tool == "axolotl":
+        only_in_packtool.discard("strict")  # which means something else in axolotl
+    return None if only_in_packtool else tool
 
 
-def _tools_of_key(key: str) -> set[str]:
-    """Return the tools that have a key, ``TRANSFORMERS`` among them."""
-    return {entry.tool for entry in compat_entries(key) if not entry.is_variable}
-
-
-def _keys_of_single_tools(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return, by tool, the keys that only this tool has: neither another one, nor transformers, nor packtool."""
-    keys_by_tool: dict[str, list[str]] = {}
-    for key in keys:
-        tools = _tools_of_key(key)
-        known_tools = tools & set(TOOLS.values())
-        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
-            keys_by_tool.setdefault(known_tools.pop(), []).append(key)
-    return keys_by_tool
-
-
-def _is_own_key(key: str, tool: str) -> bool:
-    """Return whether packtool has a key that the tool has not, which makes a configuration one of packtool."""
-    if key not in _OWN_KEYS or (tool, key) in _OTHER_MEANINGS:
-        return False
-    return not _tools_of_key(key) & {tool, TRANSFORMERS}
-
-
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-_PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
-_SCRIPTS = (  # of a Python file or module, and the tool
-    (re.compile(r"(^|/)swift/cli/sft\.py$"), "ms-swift"),
-    (re.compile(r"(^|/)sft\w*\.py$|^trl\.scripts\.sft$"), "TRL"),
-    (re.compile(r"^axolotl\.cli\.(train|preprocess)$"), "axolotl"),
-    (re.compile(r"(^|/)train\.py$|^llamafactory\.cli$"), "LLaMA-Factory"),
+# Words of commands that can be translated, with * and ?; the tool, and packtool's command.
+_COMMANDS = (
+    ("*swift sft", "ms-swift", "train"),
+    ("*swift pt", "ms-swift", "train"),
+    ("*swift export", "ms-swift", "export"),
+    ("*swift/cli/sft.py", "ms-swift", "train"),
+    ("*llamafactory-cli train", "LLaMA-Factory", "train"),
+    ("llamafactory.cli train", "LLaMA-Factory", "train"),
+    ("train.py", "LLaMA-Factory", "train"),
+    ("*/train.py", "LLaMA-Factory", "train"),
+    ("*axolotl train", "axolotl", "train"),
+    ("*axolotl preprocess", "axolotl", "export"),
+    ("axolotl.cli.train", "axolotl", "train"),
+    ("axolotl.cli.preprocess", "axolotl", "export"),
+    ("*trl sft", "TRL", "train"),
+    ("trl.scripts.sft", "TRL", "train"),
+    ("sft*.py", "TRL", "train"),
+    ("*/sft*.py", "TRL", "train"),
 )
-_COMMANDS = {
-    "swift": ("ms-swift", {"sft": "train", "pt": "train", "export": "export"}),
-    "llamafactory-cli": ("LLaMA-Factory", {"train": "train"}),
-    "axolotl": ("axolotl", {"train": "train", "preprocess": "export"}),
-    "trl": ("TRL", {"sft": "train"}),
-}
-_EXAMPLE = "Give it as in: packtool translate -- swift sft --model DIR --dataset rows.jsonl"
-
-
-@dataclass
-class _CommandStart:
-    """The words of a command line in front of its options.
-
-    Args:
-        rest: the words that are not read yet.
-        verb: such as ``sft`` in ``swift sft``; empty for a script.
-    """
-
-    rest: list[str]
-    tool: str | None = None
-    command: str = "train"
-    verb: str = ""
-    num_processes: int | None = None
+_PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "num_gpus")
 
 
 def read_command(words: Sequence[str]) -> ForeignConfig:
     """Read a command line of another tool, with variables and a launcher in front of it."""
-    rest = list(words)
-    environ: dict[str, str] = {}
-    while rest and _ASSIGNMENT.match(rest[0]):
-        name, _, value = rest.pop(0).partition("=")
-        environ[name] = value
-    label = shlex.join(rest)
-    start = _CommandStart(rest)
-    while start.rest and start.tool is None:
-        _read_word(start)  # removes the words that it reads from ``start.rest``
-    if start.tool is None:
-        raise ConfigError(f"{label or 'the command line'}: no command of {', '.join(TOOLS.values())}", _EXAMPLE)
-    values = _read_options(start.rest, start.tool)
-    if start.verb == "pt":  # as in ms-swift, these are the defaults of swift pt
+    variables = list(itertools.takewhile(re.compile(r"[A-Za-z_]\w*=").match, words))
+    environ = dict(variable.split("=", 1) for variable in variables)
+    words = words[len(variables) :]
+    label = shlex.join(words)
+    launcher, tool, command, rest = _split_command(words)
+    values = _read_options(rest, tool)
+    if launcher[-1] == "pt":  # as in ms-swift, these are the defaults of swift pt
         values = {"loss_scale": "all", "use_chat_template": False, **values}
-    return ForeignConfig(
-        start.tool,
-        values,
-        start.command,
-        environ=environ,
-        num_processes=start.num_processes,
-        label=label,
+    return ForeignConfig(tool, values, command, environ, _num_processes(launcher), label)
+
+
+def _split_command(words: Sequence[str]) -> tuple[Sequence[str], str, str, Sequence[str]]:
+    """Return the words up to a command of ``_COMMANDS``, its tool, packtool's command, and the words after it."""
+    for position in range(len(words)):
+        for patterns, tool, command in _COMMANDS:
+            end = position + len(patterns.split())
+            if fnmatchcase(" ".join(words[position:end]), patterns):
+                return words[:end], tool, command, words[end:]
+    known = ", ".join(patterns.strip("*") for patterns, _, _ in _COMMANDS if " " in patterns)
+    raise ConfigError(
+        f"{shlex.join(words[:2]) or 'the command line'}: not one of the commands that can be translated: {known}",
+        "Give it as in: packtool translate -- swift sft --model DIR --dataset rows.jsonl",
     )
 
 
-def _read_word(start: _CommandStart) -> None:
-    """Read the next word of a command line, and the words that belong to it, up to the name of a tool's command."""
-    word = start.rest.pop(0)
-    program = os.path.basename(word)
-    script_tool = next((owner for pattern, owner in _SCRIPTS if pattern.search(word)), None)
-    if program in _COMMANDS and start.rest:  # such as swift sft
-        start.tool, commands_by_verb = _COMMANDS[program]
-        start.verb = start.rest.pop(0)
-        if start.verb not in commands_by_verb:
-            problem = f"{program} {start.verb}: only {', '.join(commands_by_verb)} can be translated"
-            raise ConfigError(problem, _EXAMPLE)
-        start.command = commands_by_verb[start.verb]
-    elif script_tool is not None:  # such as python sft.py
-        start.tool = script_tool
-    elif word.startswith("-"):
-        _read_launcher_option(start, word)
+def _num_processes(launcher: Sequence[str]) -> int | None:
+    """Return the number of processes in the options of a launcher, or in accelerate's file."""
+    _, options = _split_options(launcher)
+    paths = [path for path in options.get("config_file", [])[:1] if os.path.exists(path)]
+    in_files = [load_config_file(path).get("num_processes") for path in paths]
+    in_options = [option[0] for name, option in options.items() if name in _PROCESS_OPTIONS and option]
+    return next((int(str(number)) for number in [*in_options, *in_files] if str(number).isdigit()), None)
 
 
-def _read_launcher_option(start: _CommandStart, word: str) -> None:
-    """Read an option of the launcher, and its value, which is the next word unless the option has a ``=``."""
-    name, equals, value = word.lstrip("-").partition("=")
-    rest = start.rest
-    # Options without a value come before another option or the script. The word after -m names the module.
-    has_value = bool(rest) and not rest[0].startswith("-") and not rest[0].endswith(".py") and name != "m"
-    if not equals and has_value:
-        value = rest.pop(0)
-    if name in _PROCESS_OPTIONS and value.isdigit():
-        start.num_processes = int(value)
-    elif name == "config_file" and os.path.exists(value):  # of accelerate
-        num_processes = load_config_file(value).get("num_processes")
-        if isinstance(num_processes, int):
-            start.num_processes = num_processes
+def _split_options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the words before the first option, and the words behind each option by its name with underscores."""
+    first_words: list[str] = []
+    words_by_option: dict[str, list[str]] = {}
+    current = first_words
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            current = words_by_option[name.replace("-", "_")] = [value] if equals else []
+        else:
+            current.append(word)
+    return first_words, words_by_option
 
 
 def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
     """Return the values that options and configuration files on a command line give.
 
-    ``FILE`` and ``NAME=VALUE`` come before the first option; then all words up to the next option are values of an
-    option. A value is a text, a list of texts if several words follow a name, and True if none follows. Options take
-    precedence over files, and later files over earlier ones.
+    ``FILE`` and ``NAME=VALUE`` come before the first option. A value is a text, a list of texts if several words follow
+    a name, and True if none follows. Options take precedence over files, and later files over earlier ones.
     """
+    first_words, words_by_option = _split_options(words)
+    paths: list[str] = []
     values: dict[str, Any] = {}
-    words_by_name: dict[str, list[Any]] = {}
-    last_option = None
-    for word in words:
-        if word.startswith("--"):
-            dashed_name, equals, value = word.removeprefix("--").partition("=")
-            last_option = dashed_name.replace("-", "_")
-            words_by_name[last_option] = [value] if equals else []
-        elif last_option is not None:
-            words_by_name[last_option].append(word)
-        elif word.endswith((".yaml", ".yml", ".json")):
-            values |= load_config_file(word)
-        elif "=" in word:
-            name, _, text = word.partition("=")
-            words_by_name[name.lstrip("+")] = [parse_yaml(text)]  # +NAME=VALUE is the same
+    for word in first_words:
+        name, equals, text = word.partition("=")
+        if word.endswith((".yaml", ".yml", ".json")):
+            paths.append(word)
+        elif equals:
+            values[name.lstrip("+")] = parse_yaml(text)  # +NAME=VALUE is the same
         else:
             raise ConfigError(f"unexpected word {word!r} in the command line of {tool}")
-    for path in words_by_name.pop("config", []):  # of --config
-        values |= load_config_file(path)
-    for option, items in words_by_name.items():
-        values[option] = _option_value(items)
-    return values
-
-
-def _option_value(items: list[Any]) -> Any:
-    """Return the value of an option with these words: True for none, a single word, or the list."""
-    if not items:
-        return True
-    return items[0] if len(items) == 1 else items
+    paths += words_by_option.pop("config", [])
+    for option, items in words_by_option.items():
+        values[option] = items if len(items) > 1 else next(iter(items), True)
+    in_files: dict[str, Any] = {}
+    for path in paths:
+        in_files |= load_config_file(path)
+    return {**in_files, **values}

@@ -8,7 +8,6 @@ import shlex
 from typing import Any
 
 from packtool.config.settings import flag
-from packtool.errors import ConfigError
 from packtool.translate.names import Translation, as_text
 
 # Characters that YAML allows only as escapes.
@@ -40,12 +39,6 @@ def _translated_names(translation: Translation) -> list[str]:
         if option not in translation.defaults:
             assignments.setdefault(name, []).append(_assignment(option, translation.values[option]))
     return [f"{name} → {' '.join(options)}" for name, options in assignments.items()]
-
-
-def raise_problems(translation: Translation) -> None:
-    """Raise a ConfigError with all problems of a translation, if there are any."""
-    if translation.problems:
-        raise ConfigError.from_problems(translation.problems)
 
 
 def _assignment(option: str, value: Any) -> str:

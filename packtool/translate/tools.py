@@ -15,7 +15,7 @@ from packtool.config.train import TrainConfig
 from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
 from packtool.translate.axolotl import translate_axolotl
-from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list, translate_ratio
+from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
 from packtool.translate.read import ForeignConfig, load_config_file
 
 _PROCESSES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
@@ -92,49 +92,38 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         values["dataset"] = [re.sub(r"#(\d+)$", r"#first\1", dataset) for dataset in datasets]
         translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
         del values["streaming"]
-    _ms_swift_caches(translation, values)
-    _split_sequences(translation, values, environ)
-    sets_step_size = "samples_per_step" in translation.values or values.get("gradient_accumulation_steps") is not None
-    if not sets_step_size:  # ms-swift's default
-        _, num_processes, accumulation_steps = _batch(translation, values, environ)
-        origin = f"16 samples or packs per step, over {num_processes} processes"
-        translation.default("gradient_accumulation_steps", accumulation_steps, origin)
-
-
-def _ms_swift_caches(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate the paths of ms-swift's caches, which have a folder for each split."""
-    if values.get("cached_dataset"):
+    if values.get("cached_dataset"):  # paths of folders for each split
         paths = split_list(values.pop("cached_dataset"))
         caches = [path.removesuffix("/").removesuffix("/train") for path in paths]
         translation.set("cached_dataset", caches, "cached_dataset, without /train")
-        if values.pop("cached_val_dataset", None):
-            translation.omit("cached_val_dataset", "a cache of packtool contains its val split")
+    _ms_swift_batches(translation, values, environ)
 
 
-def _batch(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """Return the samples of a micro-batch, the number of processes, and the accumulation steps in ms-swift."""
-    name = "per_device_train_batch_size"
-    batch_size = max(1, int(translation.number(name, values.get(name), 1)))
-    sizes = [environ.get(variable, "") for variable in ("NPROC_PER_NODE", "NNODES")]
+def _ms_swift_batches(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Keep ms-swift's number of samples per step.
+
+    It is at least 16 by default. Under sequence parallelism packtool needs packs, and ``samples_per_step`` sets it.
+    """
+
+    def count(name: str, default: int) -> int:
+        return max(1, int(translation.number(name, values.get(name), default)))
+
+    sizes = [environ.get(name, "") for name in ("NPROC_PER_NODE", "NNODES")]
     num_processes = math.prod(int(size) for size in sizes if size.isdigit() and int(size))
-    default = max(1, math.ceil(16 / batch_size / num_processes))  # for at least 16 samples per step
-    name = "gradient_accumulation_steps"
-    return batch_size, num_processes, int(translation.number(name, values.get(name), default))
-
-
-def _split_sequences(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Keep ms-swift's number of samples per step under sequence parallelism, which needs packs in packtool."""
-    size = int(translation.number("sequence_parallel_size", values.get("sequence_parallel_size"), 1))
-    if size < 2:
-        return
-    if not is_true(values.pop("packing", False)) and not translation.problems:
-        batch_size, num_processes, accumulation_steps = _batch(translation, values, environ)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+    batch_size = count("per_device_train_batch_size", 1)
+    default_steps = math.ceil(16 / batch_size / num_processes)
+    accumulation_steps = count("gradient_accumulation_steps", default_steps)
+    sequence_parallel_size = count("sequence_parallel_size", 1)
+    if sequence_parallel_size > 1 and not is_true(values.get("packing")):
+        for name in ("packing", "per_device_train_batch_size", "gradient_accumulation_steps"):
             values.pop(name, None)
         origin = "per_device_train_batch_size x gradient_accumulation_steps x processes / sequence_parallel_size"
-        samples_per_step = batch_size * accumulation_steps * num_processes // size
+        samples_per_step = batch_size * accumulation_steps * num_processes // sequence_parallel_size
         translation.set("samples_per_step", max(1, samples_per_step), origin)
         translation.set("packing", True, "sequence_parallel_size")
+    elif values.get("gradient_accumulation_steps") is None:
+        origin = f"16 samples or packs per step, over {num_processes} processes"
+        translation.default("gradient_accumulation_steps", accumulation_steps, origin)
 
 
 def _llama_factory(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -142,7 +131,6 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
     _llama_factory_packing(translation, values)
     _llama_factory_datasets(translation, values)
     _llama_factory_media(translation, values)
-    translate_ratio(translation, values, "val_size")
     if values.get("finetuning_type") == "freeze":
         _freeze(translation, values)
 
@@ -230,7 +218,20 @@ def _processor_bounds(folder: Path, kind: str) -> tuple[int, int]:
 
 def _freeze(translation: Translation, values: dict[str, Any]) -> None:
     """Translate LLaMA-Factory's training of a few layers: the last, the first, or those that LLaMA Pro has added."""
-    layers = _unfrozen_layers(translation, values)
+    name = "freeze_trainable_layers"
+    count = int(translation.number(name, values.pop(name, None), 2))
+    layers = range(translation.source.model_config.get("num_hidden_layers", 0))
+    if not layers:  # not local, or with towers, whose layers have the same numbers
+        reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
+        translation.refuse("finetuning_type: freeze", reason)
+    if is_true(values.pop("use_llama_pro", False)):  # the last layer of each of ``count`` groups was added
+        if count < 1 or len(layers) % count:
+            problem = f"it does not divide the model's {len(layers)} layers; change it"
+            translation.refuse(f"{name}: {count}", problem)
+        group_size = max(len(layers) // max(count, 1), 1)
+        layers = layers[group_size - 1 :: group_size]
+    else:  # the last layers, or the first ones if the count is negative
+        layers = layers[-count:] if count > 0 else layers[:-count]
     modules = split_list(values.pop("freeze_trainable_modules", None) or "all")
     layer_pattern = "|".join(map(str, layers))
     module_pattern = "" if "all" in modules else "|".join(modules)
@@ -239,61 +240,20 @@ def _freeze(translation: Translation, values: dict[str, Any]) -> None:
     # Freeze all parameters except those whose names match a pattern.
     values["finetuning_type"] = "full"
     translation.set("freeze_parameters_ratio", 1, "finetuning_type: freeze")
-    translation.set("trainable_parameters_regex", "|".join(patterns), f"{_FREEZE_COUNT} and similar")
-
-
-_FREEZE_COUNT = "freeze_trainable_layers"
-
-
-def _unfrozen_layers(translation: Translation, values: dict[str, Any]) -> range:
-    """Return the numbers of the layers that LLaMA-Factory's method ``freeze`` trains."""
-    count = int(translation.number(_FREEZE_COUNT, values.pop(_FREEZE_COUNT, None), 2))
-    num_layers = translation.source.model_config.get("num_hidden_layers", 0)
-    if not num_layers:  # not local, or with towers, whose layers have the same numbers
-        reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
-        translation.refuse("finetuning_type: freeze", reason)
-    layers = range(num_layers)
-    if is_true(values.pop("use_llama_pro", False)):  # the last layer of each of ``count`` groups was added
-        if count < 1 or num_layers % count:
-            problem = f"it does not divide the model's {num_layers} layers; change it"
-            translation.refuse(f"{_FREEZE_COUNT}: {count}", problem)
-        group_size = max(num_layers // max(count, 1), 1)
-        return layers[group_size - 1 :: group_size]
-    # The last layers, or the first ones if the count is negative.
-    return layers[-count:] if count > 0 else layers[:-count]
+    translation.set("trainable_parameters_regex", "|".join(patterns), f"{name} and similar")
 
 
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Translate TRL's keys in ``values`` whose meaning depends on other keys, and remove them."""
-    evaluates = as_text(values.get("eval_strategy") or "no") != "no"
-    subset = values.pop("dataset_config", None) or ""
-    train_split = str(values.pop("dataset_train_split", None) or "train")
-    test_split = str(values.pop("dataset_test_split", None) or "test")
-    dataset_name = values.pop("dataset_name", None)
+    """Translate TRL's data sets, and remove their keys: ``dataset_name`` and similar, or the list ``datasets``."""
+    subset, train_split, test_split = (
+        str(values.pop(name, None) or default)
+        for name, default in (("dataset_config", ""), ("dataset_train_split", "train"), ("dataset_test_split", "test"))
+    )
     datasets = values.pop("datasets", None) or []
-    if dataset_name:
-        train_rows = _trl_rows(str(dataset_name), subset, train_split)
-        test_rows = _trl_rows(str(dataset_name), subset, test_split) if evaluates else []
-        _trl_dataset(translation, train_rows, test_rows)
-    else:
-        _trl_mixture(translation, datasets)
-
-
-def _trl_dataset(translation: Translation, train_rows: list[str], test_rows: list[str]) -> None:
-    """Set the rows of ``dataset_name``; if they have prompts and completions, also the loss and the prompt's format."""
-    translation.set("dataset", train_rows, "dataset_name")
-    if test_rows:
-        translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
-    head = _head_of_json(train_rows[0])
-    has_completions = '"prompt"' in head and '"completion"' in head
-    if has_completions and "loss_scale" not in translation.values:
-        translation.set("loss_scale", "default", "dataset_name: only completions are trained")
-    if has_completions and re.search(r'"prompt"\s*:\s*"', head):
-        translation.set("prompt_format", "plain", "dataset_name: prompts are text, not messages")
-
-
-def _trl_mixture(translation: Translation, datasets: Any) -> None:
-    """Translate the list ``datasets``, whose objects have a path and perhaps a subset and a split."""
+    path = values.pop("dataset_name", None)
+    name = "dataset_name" if path else "datasets"
+    if path:
+        datasets = [{"path": path, "name": subset, "split": train_split}]
     if not isinstance(datasets, list) or not all(isinstance(each, dict) and each.get("path") for each in datasets):
         translation.refuse("datasets", "expected a list of objects with path")
         return
@@ -303,25 +263,34 @@ def _trl_mixture(translation: Translation, datasets: Any) -> None:
         other_keys = sorted(set(entry) - {"path", "name", "split"})
         translation.translate_object("datasets", {key: entry[key] for key in other_keys})
     if datasets:
-        translation.set("dataset", rows, "datasets")
+        translation.set("dataset", rows, name)
+    evaluates = as_text(values.get("eval_strategy") or "no") != "no"
+    test_rows = _trl_rows(str(path), subset, test_split) if path and evaluates else []
+    if test_rows:
+        translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
+    if path and rows:
+        _trl_completions(translation, rows[0])
+
+
+def _trl_completions(translation: Translation, path: str) -> None:
+    """Set the loss and the format of prompts if the rows of a local JSON file have prompts and completions."""
+    if not path.endswith((".json", ".jsonl")) or not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        first_rows = file.read(1 << 16)
+    if '"prompt"' in first_rows and '"completion"' in first_rows:
+        translation.set("loss_scale", "default", "dataset_name: only completions are trained")
+        if re.search(r'"prompt"\s*:\s*"', first_rows):
+            translation.set("prompt_format", "plain", "dataset_name: prompts are text, not messages")
 
 
 def _trl_rows(name: str, subset: str, split: str) -> list[str]:
     """Return the values of ``--dataset`` for a split: a local file, files of a directory, or a hub id."""
-    if os.path.isdir(name):  # as in the datasets library, names of files begin with that of their split
-        files = [str(path) for path in sorted(Path(name).rglob(f"{split}*")) if path.is_file()]
-        return files or ([name] if split == "train" else [])
-    if os.path.exists(name):
-        return [name] if split == "train" else []
-    return [f"{name}:{subset}:{split}".removesuffix("::train")]
-
-
-def _head_of_json(path: str) -> str:
-    """Return the first rows of a local JSON file as text; "" for anything else."""
-    if not path.endswith((".json", ".jsonl")) or not os.path.exists(path):
-        return ""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read(1 << 16)
+    if not os.path.exists(name):
+        return [f"{name}:{subset}:{split}".removesuffix("::train")]
+    # As in the datasets library, names of files begin with that of their split.
+    files = [str(path) for path in sorted(Path(name).rglob(f"{split}*")) if path.is_file()]
+    return files or ([name] if split == "train" else [])
 
 
 def _deepspeed(translation: Translation, values: dict[str, Any]) -> None:

@@ -253,6 +253,8 @@ def test_ms_swift_sequence_parallelism_keeps_the_samples_of_a_step() -> None:
     values = {"sequence_parallel_size": "4", "per_device_train_batch_size": "2", "gradient_accumulation_steps": "8"}
     translation = translated("ms-swift", values, environ={"NPROC_PER_NODE": "8"})
     assert (translation.values["samples_per_step"], translation.values["packing"]) == (32, True)
+    packed = translated("ms-swift", {**values, "packing": "true"}).values
+    assert (packed["packing"], packed["gradient_accumulation_steps"]) == (True, 8)
     resolve(TrainConfig, {}, file={"model": "m", "dataset": "a", **translation.values})
 
 
