@@ -127,11 +127,7 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
             raise ConfigError(f"{label}: the file is empty")
         return TOOLS[from_option.lower()]
     tools_by_key = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
-    keys_by_tool: dict[str, list[str]] = {}  # keys that only this tool has: no other, transformers or packtool
-    for key, tools in tools_by_key.items():
-        known_tools = tools & set(TOOLS.values())
-        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
-            keys_by_tool.setdefault(known_tools.pop(), []).append(key)
+    keys_by_tool = _keys_of_single_tools(tools_by_key)
     if len(keys_by_tool) > 1:
         keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(keys_by_tool.items()))
         raise ConfigError(f"{label} mixes keys of several tools: {keys}", "Remove those of all tools but one.")
@@ -147,6 +143,16 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
     if tool == "axolotl":
         only_in_packtool.discard("strict")  # which means something else in axolotl
     return None if only_in_packtool else tool
+
+
+def _keys_of_single_tools(tools_by_key: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    """Return, by tool, the keys that only this tool has: neither another one, nor transformers, nor packtool."""
+    keys_by_tool: dict[str, list[str]] = {}
+    for key, tools in tools_by_key.items():
+        known_tools = tools & set(TOOLS.values())
+        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
+            keys_by_tool.setdefault(known_tools.pop(), []).append(key)
+    return keys_by_tool
 
 
 # Words of commands that can be translated, with * and ?; the tool, and packtool's command.

@@ -217,30 +217,31 @@ def _processor_bounds(folder: Path, kind: str) -> tuple[int, int]:
 
 
 def _freeze(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate LLaMA-Factory's training of a few layers: the last, the first, or those that LLaMA Pro has added."""
+    """Translate LLaMA-Factory's training of a few layers: all parameters are frozen whose names match no pattern."""
+    layer_pattern = "|".join(map(str, _unfrozen_layers(translation, values)))
+    modules = split_list(values.pop("freeze_trainable_modules", None) or "all")
+    module_pattern = "" if "all" in modules else "|".join(modules)
+    extra_modules = split_list(values.pop("freeze_extra_modules", None) or [])
+    patterns = [rf"\.({layer_pattern})\.({module_pattern})", *extra_modules]
+    values["finetuning_type"] = "full"
+    translation.set("freeze_parameters_ratio", 1, "finetuning_type: freeze")
+    translation.set("trainable_parameters_regex", "|".join(patterns), "freeze_trainable_layers and similar")
+
+
+def _unfrozen_layers(translation: Translation, values: dict[str, Any]) -> range:
+    """Return the numbers of the trained layers: the last, the first if negative, or those that LLaMA Pro has added."""
     name = "freeze_trainable_layers"
     count = int(translation.number(name, values.pop(name, None), 2))
     layers = range(translation.source.model_config.get("num_hidden_layers", 0))
     if not layers:  # not local, or with towers, whose layers have the same numbers
         reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
         translation.refuse("finetuning_type: freeze", reason)
-    if is_true(values.pop("use_llama_pro", False)):  # the last layer of each of ``count`` groups was added
-        if count < 1 or len(layers) % count:
-            problem = f"it does not divide the model's {len(layers)} layers; change it"
-            translation.refuse(f"{name}: {count}", problem)
-        group_size = max(len(layers) // max(count, 1), 1)
-        layers = layers[group_size - 1 :: group_size]
-    else:  # the last layers, or the first ones if the count is negative
-        layers = layers[-count:] if count > 0 else layers[:-count]
-    modules = split_list(values.pop("freeze_trainable_modules", None) or "all")
-    layer_pattern = "|".join(map(str, layers))
-    module_pattern = "" if "all" in modules else "|".join(modules)
-    extra_modules = split_list(values.pop("freeze_extra_modules", None) or [])
-    patterns = [rf"\.({layer_pattern})\.({module_pattern})", *extra_modules]
-    # Freeze all parameters except those whose names match a pattern.
-    values["finetuning_type"] = "full"
-    translation.set("freeze_parameters_ratio", 1, "finetuning_type: freeze")
-    translation.set("trainable_parameters_regex", "|".join(patterns), f"{name} and similar")
+    if not is_true(values.pop("use_llama_pro", False)):
+        return layers[-count:] if count > 0 else layers[:-count]
+    if count < 1 or len(layers) % count:
+        translation.refuse(f"{name}: {count}", f"it does not divide the model's {len(layers)} layers; change it")
+    group_size = max(len(layers) // max(count, 1), 1)  # the last layer of each group was added
+    return layers[group_size - 1 :: group_size]
 
 
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
