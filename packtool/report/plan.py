@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from packtool.config.settings import format_bytes
 from packtool.report.drawing import plural, render
 from packtool.report.tables import Line, aligned, percent, source_rows
 from packtool.train.prepare.timeline import stage_title
@@ -216,12 +215,11 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
     rows: list[tuple[str, ...]] = [("", *setting_names, "GiB per rank", "tokens/step", "s/step", "tokens/s", "hours")]
     for number, proposal in enumerate(figures["proposals"], start=1):
         rows.append((f"{number}", *_proposal_cells(proposal)))
-    memory_bytes = figures["fit"]  # of a GPU
     lines = [
         f"{figures['num_settings']:,} settings for {figures['hardware']}; the {figures['num_tried']:,} with the "
         "highest throughput were tried.",
         f"{figures['num_too_large']:,} of them do not fit into {figures['budget_gib']:.1f} of "
-        f"{memory_bytes / 2**30:.1f} GiB (the rest is for libraries and the allocator).",
+        f"{figures['fit'] / 2**30:.1f} GiB (the rest is for libraries and the allocator).",
         *aligned(rows, "r"),
         "",
         "Command of the first row:",
@@ -230,20 +228,30 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
     if (planned := figures["recomputation"]) is not None:
-        layers, memory = planned["recomputing_layers"], format_bytes(memory_bytes)
-        line = f"The first row with --gradient-checkpointing auto --memory-budget {memory}: {layers['min']} to "
-        line += f"{layers['max']} of {planned['layers']} layers recompute (median {layers['median']:g}), at most "
-        lines.append(f"{line}{planned['recomputed_flops']:.1%} more FLOPs than without; {planned['peak_gib']:.1f} GiB.")
+        lines.append(_recomputation_line(planned))
     if saved := figures["proposals"][0]["token_share_saved"]:
         lines.append(f"Shared prefixes save {saved:.0%} of the tokens of the first row; tokens/s counts them.")
     return lines
+
+
+def _recomputation_line(planned: Mapping[str, Any]) -> str:
+    layers = planned["recomputing_layers"]
+    line = f"In the first row, {layers['min']} to {layers['max']} of {planned['layers']} layers recompute "
+    return f"{line}(median {layers['median']:g}), at most {planned['recomputed_flops']:.1%} more FLOPs."
+
+
+def _recompute_cell(proposal: Mapping[str, Any]) -> str:
+    """Return the median number of layers that recompute with ``auto``, or whether all do."""
+    if (planned := proposal["recomputation"]) is None:
+        return "yes" if proposal["gradient_checkpointing"] else "no"
+    return f"{planned['recomputing_layers']['median']:g} of {planned['layers']}"
 
 
 def _proposal_cells(proposal: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of a proposal: its settings, memory, and throughput."""
     return (
         f"{proposal['packing_length']:,}",
-        "yes" if proposal["gradient_checkpointing"] else "no",
+        _recompute_cell(proposal),
         proposal["sharding"],
         f"{proposal['sequence_parallel_size']}",
         f"{proposal['memory_gib']:.1f}",

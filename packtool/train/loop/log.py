@@ -136,12 +136,20 @@ class Meter:
         else:
             self._sums.append(((_ALL_CHANNELS,), sums.sum(dim=1, keepdim=True)))
 
-    def take_log_line(self, loss: float, accelerator: Any, *, copy_seconds: float | None) -> dict[str, float]:
+    def take_log_line(
+        self,
+        loss: float,
+        accelerator: Any,
+        *,
+        copy_seconds: float | None,
+        recomputed: tuple[int, int] | None = None,
+    ) -> dict[str, float]:
         """Return the log line of all steps since the previous line, and reset; all ranks call this at the same step.
 
         Args:
             loss: mean over steps of each step's sum of weighted losses over all ranks.
             copy_seconds: how long the device waited for copies; None if nothing is copied.
+            recomputed: this rank's tokens times recomputing layers, and times all layers; None if always the same.
 
         Returns:
             ``loss`` (mean over target tokens), ``objective`` if loss weights make the minimized loss differ from it,
@@ -167,7 +175,7 @@ class Meter:
             line["router_balance"] = sum(all_gather_objects(local_balance, accelerator.num_processes))
         if self._num_padding_tokens:
             line["padding"] = self._num_padding_tokens / self._num_computed_tokens
-        line |= _utilization(figures, seconds, accelerator)
+        line |= _flops_figures(figures, recomputed, seconds, accelerator)
         self._reset()
         return line
 
@@ -261,6 +269,20 @@ def _target_figures(losses: TargetLosses, batch: Batch) -> Tensor:
     return torch.stack((target_losses, torch.ones_like(target_losses), is_correct, deviations.abs()))
 
 
+def _flops_figures(
+    figures: StepFigures, recomputed: tuple[int, int] | None, seconds: float, accelerator: Any
+) -> dict[str, float]:
+    """Return shares of recomputed layers and FLOPs, and ``_utilization``; ``recomputed`` as in ``take_log_line``."""
+    line = {}
+    if recomputed is not None:
+        counts = all_gather_objects(recomputed, accelerator.num_processes)
+        line["recomputed_layers"] = sum(part for part, _ in counts) / max(sum(total for _, total in counts), 1)
+        figures = figures.with_recomputed(line["recomputed_layers"])
+    if figures.flops:
+        line["recomputed_flops"] = figures.hardware_flops / figures.flops - 1
+    return line | _utilization(figures, seconds, accelerator)
+
+
 def _utilization(figures: StepFigures, seconds: float, accelerator: Any) -> dict[str, float]:
     """Return ``mfu`` and ``hfu``, relative to the peak of all GPUs in ``seconds``; empty if the peak is unknown."""
     if accelerator.device.type != "cuda" or not figures.flops:
@@ -315,6 +337,8 @@ def _optional_meanings(run: Run, gpu: str | None) -> dict[str, str]:
         )
     if config.torch_compile:
         meanings["padding"] = "share of this process's computed tokens that pad micro-batches to one of a few lengths"
+    if config.plans_recomputation:
+        meanings["recomputed"] = "share of the layers that recomputed their activations, over all processes"
     peak = None if gpu is None else peak_tflops(gpu)
     if peak is not None:
         meanings["MFU"] = f"FLOP/s of the model, relative to the GPU's peak of {peak:,.0f} TFLOP/s in 16 bits"
@@ -378,6 +402,8 @@ def _shown_optional_figures(logs: Mapping[str, Any]) -> dict[str, float | int | 
         shown["balance"] = round(logs["router_balance"], 4)
     if "padding" in logs:
         shown["padding"] = f"{logs['padding']:.1%}"
+    if "recomputed_layers" in logs:
+        shown["recomputed"] = f"{logs['recomputed_layers']:.0%}"
     if "mfu" in logs:
         shown["MFU"] = f"{logs['mfu']:.0%}"
         shown["HFU"] = f"{logs['hfu']:.0%}"

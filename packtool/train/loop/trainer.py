@@ -226,8 +226,6 @@ class PackTrainer(Trainer):
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         if self.config.on_bad_media == "skip":
             figures = self._exclude_skipped(figures, skipped, step_mean)
-        if self.recomputation is not None:
-            figures = figures.with_recomputed(self.recomputation.take_share())
         self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
         return step_mean.sum_over_ranks(total)
 
@@ -362,9 +360,10 @@ class PackTrainer(Trainer):
             # The Trainer's last line averages the sums that training_step returned: that is no mean loss.
             return
         if "loss" in logs:
-            logs.update(
-                self.meter.take_log_line(logs["loss"], self.accelerator, copy_seconds=self._copies.wait_seconds())
-            )
+            measured: dict[str, Any] = {"copy_seconds": self._copies.wait_seconds()}
+            if self.config.plans_recomputation:  # without a switch, all layers recompute
+                measured["recomputed"] = (1, 1) if self.recomputation is None else self.recomputation.take_counts()
+            logs.update(self.meter.take_log_line(logs["loss"], self.accelerator, **measured))
             # The Trainer resets the sum by subtracting it from itself, so it would stay NaN.
             self._tr_loss.zero_()
         super().log(logs, start_time)

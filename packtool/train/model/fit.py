@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import logging
 import math
 import shlex
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.model.precision import bytes_saved_by_quantization, quantized_layers
-from packtool.train.model.recompute import plan_layers
+from packtool.train.model.recompute import LayerPlan, plan_layers
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import (
@@ -58,6 +59,7 @@ _MAX_PACKING_LENGTH = 1 << 20
 _TIME_PRECISION = 0.01
 """Times that differ by less than this share count as equal, because the estimate is not more accurate."""
 _GIB = 2**30
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,10 @@ class Proposal:
     Args:
         micro_batches: those of a rank that may need most memory.
         fill: share of the packs' capacity that samples fill.
-        num_steps, tokens, seconds: of an epoch; a prefix counts for each of its samples.
+        num_steps, tokens, seconds: of an epoch; a prefix counts for each of its samples. Before layers are planned,
+            recomputation takes no time.
         token_share_saved: share of ``tokens`` that shared prefixes save, 0 to 1.
+        recomputation: figures of the planned layers; None without ``--gradient-checkpointing auto``.
         memory: of a rank; None before it is traced.
     """
 
@@ -80,6 +84,7 @@ class Proposal:
     tokens: int
     seconds: float
     token_share_saved: float
+    recomputation: dict[str, Any] | None = None
     memory: MemoryEstimate | None = None
 
     @property
@@ -98,6 +103,7 @@ class Proposal:
         return {
             "packing_length": self.run.packing_length,
             "gradient_checkpointing": self.run.gradient_checkpointing,
+            "recomputation": self.recomputation,
             "sharding": self.sharding,
             "sequence_parallel_size": self.run.sequence_parallel_ranks,
             "fill": self.fill,
@@ -125,8 +131,9 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     """Search for training settings whose peak memory fits into a GPU of ``--fit`` bytes; keep the user's settings.
 
     The time of all settings is estimated first. Memory takes seconds to trace, so it is traced for the fastest settings
-    first, until ``MAX_PROPOSALS`` settings fit. These become the result's ``proposals``, the fastest first. Raise a
-    ConfigError if no settings fit, or if training accepts none.
+    first, until ``MAX_PROPOSALS`` settings fit. These become the result's ``proposals``, the fastest first. Settings
+    with ``--gradient-checkpointing auto`` count as if no layer recomputed until they are the fastest; then their layers
+    are planned, and they are sorted again. Raise a ConfigError if no settings fit, or if training accepts none.
     """
     fit = Fit(config)
     runs = fit.accepted_runs()
@@ -138,13 +145,18 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
         progress.advance(1)
     progress.finish()
     progress.start("tracing memory, fastest settings first", None)
-    for candidate in fastest_first(candidates):
+    remaining = candidates
+    while remaining and len(fit.proposals) < MAX_PROPOSALS:
+        candidate, *remaining = fastest_first(remaining)
+        if candidate.run.plans_recomputation and candidate.recomputation is None:
+            remaining += fit.with_planned_layers(candidate)
+            continue
         fit.num_tried += 1
         progress.advance(1)
-        if fit.fits(candidate):
+        if candidate.recomputation is not None:
+            fit.proposals.append(candidate)
+        elif fit.fits(candidate):
             fit.proposals.append(dataclasses.replace(candidate, memory=fit.memory(candidate)))
-        if len(fit.proposals) == MAX_PROPOSALS:
-            break
     progress.finish()
     if not fit.proposals:
         raise _no_fit_error(fit, candidates)
@@ -171,8 +183,7 @@ class Fit:
     def __init__(self, config: PlanConfig) -> None:
         assert config.fit is not None, "the command has --fit"
         self.config = config
-        self._gpu_bytes = float(config.fit)
-        self.budget = self._gpu_bytes * Constants().usable_memory
+        self.budget = config.fit * Constants().usable_memory
         self.hardware = read_hardware(config.hardware)
         model = config.model or exported_model(config.cached_dataset[0])
         # The runs that are compared replace some of these settings.
@@ -203,44 +214,66 @@ class Fit:
             "num_tried": self.num_tried,
             "num_too_large": self.num_tried - len(self.proposals),
             "proposals": [each.figures(self.config.world_size, self.hardware.gpus_per_node) for each in self.proposals],
-            "recomputation": self._recomputation(self.proposals[0]),
+            "recomputation": self.proposals[0].recomputation,
         }
 
-    def _recomputation(self, proposal: Proposal) -> dict[str, Any] | None:
-        """Return the figures of a proposal if ``--gradient-checkpointing auto`` replaced ``true``.
+    def with_planned_layers(self, proposal: Proposal) -> list[Proposal]:
+        """Plan the layers that recompute with ``auto``; return the settings with their time and memory.
 
-        None if the proposal keeps its activations, if the user has set the option, or if layers cannot be planned.
+        If layers cannot be planned, or do not suffice without those of the towers, all layers recompute. Return nothing
+        if the same settings without recomputation are proposed already.
         """
         run = proposal.run
-        if not run.gradient_checkpointing or self.config.gradient_checkpointing is not None:
-            return None
+        without = dataclasses.replace(run, gradient_checkpointing=False, memory_budget=None)
+        if any(each.run == without for each in self.proposals):
+            return []
         assert run.packing_length is not None, "every proposal has one"
+        planned = self._plan(run.packing_length, run.sequence_parallel_ranks)
+        tokens = tokens_per_micro_batch(planned.plan, planned.inputs)
+        layers = self._plan_layers(proposal)
+        if layers is None or layers.exceeds(**tokens).any():
+            return [self.estimate_time(dataclasses.replace(run, gradient_checkpointing=True, memory_budget=None))]
+        figures = layers.figures(tokens)
+        memory = self._estimate(proposal, lambda *_: 0)
+        fixed_gib = memory.total - (memory.activations or 0.0)
+        memory = dataclasses.replace(memory, activations=figures["peak_gib"] - fixed_gib)
+        return [dataclasses.replace(self.estimate_time(run, layers), recomputation=figures, memory=memory)]
+
+    def _plan_layers(self, proposal: Proposal) -> LayerPlan | None:
+        """Plan the layers that recompute; None if they cannot be planned, or known passes exceed the budget."""
+        run = proposal.run
+        in_towers = bool(run.vit_gradient_checkpointing)
+        all_layers = dataclasses.replace(run, gradient_checkpointing=True, vit_gradient_checkpointing=in_towers)
+        if self.min_bytes(dataclasses.replace(proposal, run=all_layers)) >= self.budget:
+            return None
         try:
-            layers = plan_layers(
+            return plan_layers(
                 [(run, proposal.axes)],
                 proposal.micro_batches,
                 self._model_config,
                 dtype=resolve_dtype(self._model_config, run, on_gpu=True),
                 world_size=self.config.world_size,
-                budget=self._gpu_bytes,
+                budget=run.memory_budget,
+                trace=self._tracer.all_bytes,
             )
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
+            _LOG.debug("layers cannot be planned: %s", error)
             return None
-        planned = self._plan(run.packing_length, run.sequence_parallel_ranks)
-        return layers.figures(tokens_per_micro_batch(planned.plan, planned.inputs))
 
     def accepted_runs(self) -> list[TrainConfig]:
         """Return a run for each combination of settings that training accepts; raise a ConfigError if there is none.
 
         Options that the user has set keep their values.
         """
-        checkpointing_choices = [False, True]
+        checkpointing_choices: list[Any] = [False, "auto"]
         if self.config.gradient_checkpointing is not None:
             checkpointing_choices = [self.config.gradient_checkpointing]
         sizes = self._sequence_parallel_sizes()
         runs = []
         for size, sharding, checkpointing in itertools.product(sizes, self._shardings(), checkpointing_choices):
             settings = {"sequence_parallel_size": size, "gradient_checkpointing": checkpointing, **sharding}
+            if checkpointing == "auto":
+                settings["memory_budget"] = self.base.memory_budget or self.config.fit
             for packing_length in self._packing_lengths(size or 1):
                 runs.append(dataclasses.replace(self.base, packing_length=packing_length, **settings))
         accepted = [run for run in runs if not run.problems()]
@@ -258,11 +291,17 @@ class Fit:
                 shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
         return shardings
 
-    def estimate_time(self, run: TrainConfig) -> Proposal:
-        """Return a run with its estimated time and its peak-memory micro-batches, without an estimate of its memory."""
+    def estimate_time(self, run: TrainConfig, layers: LayerPlan | None = None) -> Proposal:
+        """Return a run with its estimated time and its peak-memory micro-batches, without an estimate of its memory.
+
+        With ``--gradient-checkpointing auto``, ``layers`` tells how many recompute; without it none does.
+        """
         num_sharing_ranks = run.sequence_parallel_ranks
         assert run.packing_length is not None
         plan, inputs, media_shares = self._plan(run.packing_length, num_sharing_ranks)
+        recomputed: Any = None
+        if run.plans_recomputation:
+            recomputed = 0.0 if layers is None else layers.shares(**tokens_per_micro_batch(plan, inputs))
         time = self._expected_time(run)
         tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))
         return Proposal(
@@ -272,7 +311,7 @@ class Fit:
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=tokens,
-            seconds=float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared).sum()),
+            seconds=float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared, recomputed).sum()),
             token_share_saved=1 - plan.packs.num_tokens / tokens,
         )
 

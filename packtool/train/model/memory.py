@@ -299,18 +299,24 @@ def traced_pass(
 
 
 class CachedTracer:
-    """``traced_pass_bytes`` with a cache, for many settings of one model."""
+    """``traced_pass`` with a cache, for many settings of one model."""
 
     def __init__(self) -> None:
-        self._traces: dict[tuple[str, torch.dtype], dict[tuple[RankTokens, Axes], int]] = {}
+        self._traces: dict[tuple[str, torch.dtype], dict[tuple[RankTokens, Axes], PassBytes]] = {}
+
+    def all_bytes(
+        self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
+    ) -> PassBytes:
+        """Return all bytes of a pass, including those of each layer."""
+        traces, key = self._traces_of(config, dtype), (tokens, axes)
+        if key not in traces:
+            traces[key] = traced_pass(config, model_config, dtype, tokens, axes)
+        return traces[key]
 
     def __call__(
         self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
-        traces, key = self._traces_of(config, dtype), (tokens, axes)
-        if key not in traces:
-            traces[key] = traced_pass_bytes(config, model_config, dtype, tokens, axes)
-        return traces[key]
+        return self.all_bytes(config, model_config, dtype, tokens, axes).peak
 
     def lower_bound(
         self, config: TrainConfig, _: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
@@ -322,17 +328,19 @@ class CachedTracer:
         """
         tokens = tokens.scaled(_MAX_TRACED_TOKENS) if tokens.computed > _MAX_TRACED_TOKENS else tokens
         smaller = (
-            num_bytes
-            for (traced_tokens, traced_axes), num_bytes in self._traces_of(config, dtype).items()
+            traced.peak
+            for (traced_tokens, traced_axes), traced in self._traces_of(config, dtype).items()
             if traced_axes in (Axes(), axes) and traced_tokens.is_at_most(tokens)
         )
         return max(smaller, default=0)
 
-    def _traces_of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], int]:
+    def _traces_of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], PassBytes]:
         fsdp = ("full_shard",) if config.fsdp or config.deepspeed else ()
         relevant = dataclasses.replace(
-            config, packing_length=None, sequence_parallel_size=None, fsdp=fsdp, deepspeed=None
+            config, packing_length=None, sequence_parallel_size=None, fsdp=fsdp, deepspeed=None, memory_budget=None
         )
+        if config.vit_gradient_checkpointing is None:
+            relevant = dataclasses.replace(relevant, vit_gradient_checkpointing=bool(config.gradient_checkpointing))
         return self._traces.setdefault((repr(relevant), dtype), {})
 
 

@@ -113,6 +113,10 @@ class LayerPlan:
         saved_bytes = np.maximum(kept_bytes - self.with_recomputation(**tokens), 1.0)
         return np.searchsorted(self.saved_shares, np.clip((kept_bytes - self.budget) / saved_bytes, 0.0, 1.0))
 
+    def shares(self, **tokens: Any) -> Any:
+        """Share of the layers, 0 to 1, that must recompute."""
+        return self.num_layers(**tokens) / (len(self.saved_shares) - 1)
+
     def exceeds(self, **tokens: Any) -> Any:
         """Return whether a pass may exceed the budget although all layers of the language model recompute."""
         return self.with_recomputation(**tokens) > self.budget
@@ -229,11 +233,13 @@ def plan_layers(
     dtype: torch.dtype,
     world_size: int,
     budget: float | None,
+    trace: Callable[..., PassBytes] = traced_pass,
 ) -> LayerPlan:
     """Plan how many layers recompute, by the settings of all steps and the bytes of traced passes.
 
     ``peaks`` are the micro-batches that may need most memory, and ``budget`` is the memory of a device in bytes, None
     if unknown. If layers cannot be planned, so that all must recompute, raise an UnsupportedModelError with the reason.
+    ``trace`` is ``traced_pass``, or the same with a cache.
     """
     config, axes = max(configs, key=lambda pair: pair[0].packing_length or 0)
     if budget is None:
@@ -245,10 +251,11 @@ def plan_layers(
         raise UnsupportedModelError(f"layers of a {model_config.model_type} model cannot be switched one by one", "")
     settings: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "micro_batches": peaks, "axes": axes}
     settings["trace"] = lambda *_: 0  # the bytes of a pass, which are bounded below
+    arguments: Any = config, peaks, model_config, dtype, axes, trace
     fixed_bytes = estimate_memory(config, model, model_config, **settings).total * _GIB
     pass_budget = _usable_pass_bytes(config, budget, fixed_bytes)
-    kept_bound, kept_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=False)
-    recomputed_bound, recomputed_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=True)
+    kept_bound, kept_bytes = _trace_passes(*arguments, recomputes=False)
+    recomputed_bound, recomputed_bytes = _trace_passes(*arguments, recomputes=True)
     saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)  # by each layer, (L,)
     saved_shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
     saved_shares[-1] = 1.0  # also if rounding, or a sum of 0, makes it less
@@ -273,6 +280,7 @@ def _trace_passes(
     model_config: PreTrainedConfig,
     dtype: torch.dtype,
     axes: Axes,
+    trace: Callable[..., PassBytes],
     *,
     recomputes: bool,
 ) -> tuple[PassBound, npt.NDArray[np.float64]]:
@@ -288,7 +296,7 @@ def _trace_passes(
     passes: list[PassBytes] = []  # all traced passes
 
     def trace_pass(*args: Any) -> int:
-        passes.append(traced_pass(*args))
+        passes.append(trace(*args))
         return passes[-1].peak
 
     def peak_bytes(tokens: RankTokens) -> int:
@@ -348,7 +356,7 @@ class LayerSwitch:
         modules = inner.named_modules() if switches_towers else ()
         parts = [module for name, module in modules if towers.part_of(name) != "language model"]
         self._in_towers: list[Any] = [module for module in parts if hasattr(module, "gradient_checkpointing")]
-        self._num_computed = self._num_recomputed = 0  # tokens times layers, since the last ``take_share``
+        self._num_computed = self._num_recomputed = 0  # tokens times layers, since the last ``take_counts``
 
     def set_for(self, batch: Batch) -> int:
         """Switch all layers for a micro-batch on the host; return how many of the language model recompute."""
@@ -366,11 +374,11 @@ class LayerSwitch:
         self._num_recomputed += tokens["computed"] * num_layers
         return num_layers
 
-    def take_share(self) -> float:
-        """Return the share of this rank's layers, weighted by tokens, that recomputed since the last call."""
-        share = self._num_recomputed / max(self._num_computed, 1)
-        self._num_computed = self._num_recomputed = 0
-        return share
+    def take_counts(self) -> tuple[int, int]:
+        """Return this rank's tokens times recomputing layers, and times all layers, since the last call."""
+        counts = self._num_recomputed, self._num_computed
+        self._num_recomputed = self._num_computed = 0
+        return counts
 
 
 def switch_of(

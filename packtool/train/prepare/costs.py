@@ -37,7 +37,7 @@ from packtool.planning.cost import CostModel, ModelSizes, StepTime
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Costs
-from packtool.planning.towers import MediaShares
+from packtool.planning.towers import MediaShares, TowerWork
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.machine import Machine
 from packtool.train.prepare.parallelism import zero_stage
@@ -95,7 +95,8 @@ class RunCosts:
             model,
             config,
             recomputes_language=True if recomputes == "auto" else recomputes or False,
-            recomputes_towers=bool(recomputes) if in_towers is None else in_towers,
+            # With ``auto``, towers recompute only if the layers of the language model do not suffice.
+            recomputes_towers=bool(recomputes) and recomputes != "auto" if in_towers is None else in_towers,
             # The head recomputes chunks of logits; a pack with few targets may have a single chunk, which costs little.
             recomputes_head=config.packing_length is None or config.packing_length * vocabulary > CHUNK_LOGITS,
         )
@@ -198,15 +199,21 @@ class ExpectedTime:
         index: SplitIndex,
         shares: MediaShares,
         shared: SharedPrefixes | None = None,
+        recomputed: Seconds | float | None = None,
     ) -> Seconds:
         """Seconds of each step of an epoch, (S,).
 
         Args:
             shares: assigns media to ranks that share a sequence.
             shared: prefixes that the plan computes once; None if it shares none.
+            recomputed: share of the layers that recompute in each micro-batch, (C,), with ``auto``.
         """
         steps = plan.steps
         seconds = self._batch_seconds(config, plan, index, shares, shared)  # (C,)
+        if recomputed is not None:
+            without = dataclasses.replace(config, gradient_checkpointing=False)
+            kept_seconds = self._batch_seconds(without, plan, index, shares, shared)
+            seconds = recomputed * seconds + (1 - recomputed) * kept_seconds
         exchange = self.collectives(config)
         # A micro-batch takes no less than the exchange that overlaps with it.
         rank_seconds = steps.rank_sums(np.maximum(seconds, exchange.per_micro_batch))  # (S, ranks)
@@ -228,16 +235,7 @@ class ExpectedTime:
         num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
         cost = RunCosts.of(config, self.model).with_recomputation
         times = self._step_time(config, cost)
-        if shared is None:
-            sample_flops, towers = sample_costs(cost, index, index.target_tokens), tower_work(cost, index)  # (N,)
-            sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
-        else:  # what a sample adds to its prefix
-            sample_flops = shared.sample_costs(cost, index.target_tokens)
-            towers = shared.towers(cost, index.target_tokens)
-            sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
-            prefix_work, prefix_attention_work = times.work(shared.shared_tokens, np.zeros(1), num_sharing)
-            sample_work -= prefix_work
-            sample_attention_work -= prefix_attention_work
+        sample_work, sample_attention_work, towers = _sample_work(times, cost, index, shared, num_sharing)
         # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
         total_flops = _batch_sums(plan, sample_work)
         tower_flops = _batch_sums(plan, towers.flops.astype(np.float64))
@@ -294,6 +292,21 @@ class ExpectedTime:
         """Seconds of a collective of ``num_bytes`` over all ranks, layer by layer."""
         num_layers = ModelSizes.or_8b(self.model).num_layers
         return num_layers * self.hardware.collective_seconds(num_bytes / num_layers, self.world_size)
+
+
+def _sample_work(
+    times: StepTime, cost: CostModel, index: SplitIndex, shared: SharedPrefixes | None, num_sharing: int
+) -> tuple[Costs, Costs, TowerWork]:
+    """Work of each sample and attention's part of it, (N,) each, by ``StepTime.work``, and the work of its media.
+
+    With shared prefixes, this is what a sample adds to its prefix.
+    """
+    if shared is None:
+        sample_flops = sample_costs(cost, index, index.target_tokens)
+        return *times.work(index.length, sample_flops, num_sharing), tower_work(cost, index)
+    work, attention = times.work(index.length, shared.sample_costs(cost, index.target_tokens), num_sharing)
+    prefix_work, prefix_attention = times.work(shared.shared_tokens, np.zeros(1), num_sharing)
+    return work - prefix_work, attention - prefix_attention, shared.towers(cost, index.target_tokens)
 
 
 def _batch_sums(plan: EpochPlan, per_sample: Seconds) -> Seconds:

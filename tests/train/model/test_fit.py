@@ -20,9 +20,11 @@ from packtool.progress import SilentProgress
 from packtool.report.plan import fit_lines
 from packtool.simulate.machine import Constants
 from packtool.train.loop import checks
+from packtool.train.model import fit as fit_module
 from packtool.train.model import memory
 from packtool.train.model.fit import MAX_PROPOSALS, Fit, Proposal, find_fit
 from packtool.train.model.memory import CachedTracer, MemoryEstimate
+from packtool.train.model.trace import PassBytes
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from tests.train.alike import make_alike_world
@@ -37,15 +39,16 @@ def plan_config(tiny: TinyWorld, fit: int, **options: Any) -> PlanConfig:
     return PlanConfig(fit=fit, hardware="h100", **settings | options)
 
 
-def reported_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: Axes) -> int:
+def reported_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: Axes) -> PassBytes:
     """A stand-in for the trace, which rises with the tokens as it does."""
     each = (1000 if config.gradient_checkpointing else 4000) + 10 * axes.ring_size * axes.ulysses_size
-    return each * tokens.computed + 100 * tokens.local_vision + 50_000
+    peak = each * tokens.computed + 100 * tokens.local_vision + 50_000
+    return PassBytes(kept=peak, peak=peak, layers=(each * tokens.computed // 2,) * 2)
 
 
 @pytest.fixture
 def estimates_without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "traced_pass_bytes", reported_bytes)
+    monkeypatch.setattr(memory, "traced_pass", reported_bytes)
 
 
 def check(fit: Fit, budget: float) -> None:
@@ -98,7 +101,9 @@ def test_proposal_equals_the_dry_run_of_its_command(
 
     monkeypatch.setattr(checks, "estimate_training", noted)
     monkeypatch.chdir(tmp_path)
-    proposals_by_sharding = {(each.sharding, each.run.sequence_parallel_ranks): each for each in fit.proposals}
+    # With ``auto``, a dry run counts all layers as recomputing.
+    fixed = [each for each in fit.proposals if not each.run.plans_recomputation]
+    proposals_by_sharding = {(each.sharding, each.run.sequence_parallel_ranks): each for each in fixed}
     assert len(proposals_by_sharding) > 2
     for each in list(proposals_by_sharding.values())[:4]:
         processes, *words = shlex.split(each.command(WORLD_SIZE, 8))
@@ -230,7 +235,7 @@ def test_untraceable_model_is_refused(tiny: TinyWorld, monkeypatch: pytest.Monke
     def asks_for_numbers(*_: Any) -> int:
         raise RuntimeError("a number is needed on the host")
 
-    monkeypatch.setattr(memory, "traced_pass_bytes", asks_for_numbers)
+    monkeypatch.setattr(memory, "traced_pass", asks_for_numbers)
     with pytest.raises(UnsupportedModelError, match="cannot be estimated"):
         find_fit(plan_config(tiny, GIB), SilentProgress())
 
@@ -238,15 +243,15 @@ def test_untraceable_model_is_refused(tiny: TinyWorld, monkeypatch: pytest.Monke
 def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[RankTokens, Axes]] = []
 
-    def counted(config: Any, model: Any, dtype: Any, tokens: RankTokens, axes: Axes) -> int:
+    def counted(config: Any, model: Any, dtype: Any, tokens: RankTokens, axes: Axes) -> PassBytes:
         calls.append((tokens, axes))
         return reported_bytes(config, model, dtype, tokens, axes)
 
-    monkeypatch.setattr(memory, "traced_pass_bytes", counted)
+    monkeypatch.setattr(memory, "traced_pass", counted)
     trace, config = CachedTracer(), tiny.config("out")
     none: Any = None
     tokens, single_axes = RankTokens(computed=100, vision=10), Axes()
-    known = reported_bytes(config, none, none, tokens, single_axes)
+    known = reported_bytes(config, none, none, tokens, single_axes).peak
     for fsdp_option in ((), ("full_shard",), ("shard_grad_op",)):
         sharded = dataclasses.replace(config, fsdp=fsdp_option, packing_length=300)
         assert trace(sharded, none, none, tokens, Axes(reason="so it is")) == known
@@ -262,24 +267,43 @@ def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPat
     assert not at_least(computed=60)
 
 
-def test_planned_recomputation_of_the_first_proposal(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless it keeps all activations, or the user has set the option."""
-    options: dict[str, Any] = {"world_size": 1, "packing_length": 512}
-    totals = [
-        find_fit(plan_config(tiny, GIB, **options, gradient_checkpointing=value), SilentProgress()).proposals[0].memory
+def test_planned_recomputation_is_searched(tiny: TinyWorld) -> None:
+    """Slower than without recomputation and faster than with that of all layers, within the budget; all towers keep."""
+    options: dict[str, Any] = {"world_size": 1, "packing_length": 512, "freeze_vit": False}
+    options["vit_gradient_checkpointing"] = False
+    every_layer, none = (
+        find_fit(plan_config(tiny, GIB, **options, gradient_checkpointing=value), SilentProgress()).proposals[0]
         for value in (True, False)
-    ]
-    low, high = (estimate.total * GIB / Constants().usable_memory for estimate in totals if estimate is not None)
-    config = plan_config(tiny, int((low + high) / 2), **options)
-    fit = find_fit(config, SilentProgress())
-    assert fit.proposals[0].run.gradient_checkpointing is True
+    )
+    low, high = (each.memory.total * GIB / Constants().usable_memory for each in (every_layer, none) if each.memory)
+    fit = find_fit(plan_config(tiny, int(0.25 * low + 0.75 * high), **options), SilentProgress())
+    best = fit.proposals[0]
+    assert (best.run.gradient_checkpointing, best.run.memory_budget) == ("auto", fit.config.fit)
+    assert "--gradient-checkpointing auto --memory-budget" in best.command(1, 8)
+    assert none.seconds < best.seconds < every_layer.seconds
     figures = fit.figures()
     planned = figures["recomputation"]
     assert planned["layers"] == 2
+    assert planned["recomputing_layers"]["max"] == 1
     assert planned["budget_gib"] == pytest.approx(fit.budget / GIB)
-    assert planned["peak_gib"] <= planned["budget_gib"] or planned["num_exceeding"], "or towers recompute, too"
-    assert any("--gradient-checkpointing auto --memory-budget" in line for line in fit_lines(figures, None))
-    fixed = find_fit(plan_config(tiny, GIB, **options, gradient_checkpointing=True), SilentProgress())
-    assert fixed.figures()["recomputation"] is None
+    assert planned["peak_gib"] == pytest.approx(figures["proposals"][0]["memory_gib"])
+    assert planned["peak_gib"] <= planned["budget_gib"]
+    assert any("layers recompute (median" in line for line in fit_lines(figures, None))
+    # Where all activations can be kept, settings that plan recomputation are not proposed, except on request.
     roomy = find_fit(plan_config(tiny, GIB, **options), SilentProgress())
-    assert roomy.figures()["recomputation"] is None
+    assert [each.run.gradient_checkpointing for each in roomy.proposals] == [False]
+    requested = find_fit(plan_config(tiny, GIB, **options, gradient_checkpointing="auto"), SilentProgress())
+    assert requested.figures()["recomputation"]["recomputing_layers"]["max"] == 0
+    assert requested.proposals[0].seconds == none.seconds
+
+
+def test_all_layers_recompute_where_layers_cannot_be_planned(
+    tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch, estimates_without_traces: None
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnsupportedModelError("layers cannot be switched", "")
+
+    monkeypatch.setattr(fit_module, "plan_layers", refuse)
+    fit = find_fit(plan_config(tiny, 3_000_000), SilentProgress())
+    assert True in {each.run.gradient_checkpointing for each in fit.proposals}
+    assert "auto" not in {each.run.gradient_checkpointing for each in fit.proposals}

@@ -142,8 +142,9 @@ def test_switch_counts_tokens_and_towers(plans: dict[str, LayerPlan]) -> None:
         assert switch.set_for(real_pass(name)) == num_layers
         assert [layer.gradient_checkpointing for layer in layers] == [index < num_layers for index in range(NUM_LAYERS)]
         assert {module.gradient_checkpointing for module in in_tower} == {in_towers}
-        assert switch.take_share() == num_layers / NUM_LAYERS
-        assert switch.take_share() == 0
+        num_tokens = real_pass(name).input_ids.numel()
+        assert switch.take_counts() == (num_tokens * num_layers, num_tokens * NUM_LAYERS)
+        assert switch.take_counts() == (0, 0)
         # A switch that leaves towers alone.
         LayerSwitch(model, dataclasses.replace(plan, budget=1e12), spec, switches_towers=False).set_for(real_pass(name))
         assert {module.gradient_checkpointing for module in in_tower} == {in_towers}
@@ -243,6 +244,15 @@ def test_planned_run_equals_one_without_recomputation(
             (tmp_path / each / "checkpoint-6" / "adapter_model.safetensors").read_bytes() for each in (name, "none")
         ]
         assert weights[0] == weights[1]
+    shares = {name: [line.get("recomputed_layers") for line in lines[name]] for name in runs}
+    assert shares["none"] == shares["all"] == [None] * 6
+    assert 0 <= min(shares["planned"]) < max(shares["planned"]) <= 1
+    flops = {name: [line["recomputed_flops"] for line in lines[name]] for name in runs}
+    assert set(flops["none"]) == {0}
+    for share, planned_flops, all_flops in zip(shares["planned"], flops["planned"], flops["all"], strict=True):
+        assert (
+            share * all_flops * 0.5 <= planned_flops <= share * all_flops
+        )  # of the language model, without its towers
     planned = [line for line in progress.lines if line.startswith("gradient checkpointing auto")]
     assert "0 to 2 of 2 layers recompute" in planned[0]
     dry = RecordingProgress()
