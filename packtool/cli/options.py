@@ -39,7 +39,7 @@ from packtool.config.settings import (
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, ConfigError, did_you_mean, most_similar
 from packtool.terminal import show, show_json
-from packtool.translate.read import ForeignConfig, detect_tool, load_config_file
+from packtool.translate.read import load_config_file, read_file
 from packtool.translate.render import report
 from packtool.translate.tools import translate
 
@@ -412,11 +412,11 @@ def _read_config(
         if from_option is not None:
             raise ConfigError(f"--from {from_option}: give it with --config, which names the file")
         return {}, []
-    values, label = load_config_file(path), f"--config {path}"
-    tool = detect_tool(values, label, from_option) if cls in _TRANSLATED else None
-    if tool is None:
-        return values, []
-    source = ForeignConfig(tool, values, "export" if values.get("to_cached_dataset") else "train", label=label)
+    if cls not in _TRANSLATED:
+        return load_config_file(path), []
+    source = read_file(path, from_option, f"--config {path}")
+    if not source.tool:
+        return source.values, []
     names = [field.name for field in dataclasses.fields(cls)]
     translation = translate(source, names, unknown.command, os.environ)
     unknown.warn(report(translation))

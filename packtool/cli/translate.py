@@ -12,7 +12,7 @@ from packtool.config.commands import TranslateConfig
 from packtool.config.settings import resolve
 from packtool.errors import ConfigError
 from packtool.translate.names import Translation
-from packtool.translate.read import ForeignConfig, detect_tool, load_config_file, read_command
+from packtool.translate.read import read_command, read_file
 from packtool.translate.render import as_command, as_yaml
 from packtool.translate.tools import OPTIONS_OF, translate
 
@@ -21,7 +21,12 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     """Print the equivalent of another tool's file or command line; packtool's own YAML is printed unchanged."""
     if bool(config.file) == bool(config.command_line):
         raise ConfigError("give a file, or -- and a command line, as in: packtool translate -- swift sft --model DIR")
-    source = read_command(config.command_line) if config.command_line else _read_file(config)
+    if config.command_line:
+        source = read_command(config.command_line)
+    else:
+        source = read_file(config.file, config.tool, config.file)
+    if not source.values and not source.tool:
+        raise ConfigError(f"{config.file}: the file is empty")
     command = source.command
     cls = OPTIONS_OF[command]
     if source.tool:
@@ -38,16 +43,6 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     figures = {"tool": source.tool or "packtool", "command": command, "options": translation.values}
     figures |= {"environment": translation.environ, "omitted": dict(translation.omitted)}
     invocation.show(figures, [text])
-
-
-def _read_file(config: TranslateConfig) -> ForeignConfig:
-    """Return the options in a file; its tool is "" for packtool's own YAML."""
-    values = load_config_file(config.file)
-    tool = detect_tool(values, config.file, config.tool)
-    if not values:
-        raise ConfigError(f"{config.file}: the file is empty")
-    is_export = bool(values.get("to_cached_dataset"))
-    return ForeignConfig(tool or "", values, "export" if is_export else "train", label=config.file)
 
 
 def _check(cls: type[Any], translation: Translation) -> None:

@@ -145,6 +145,14 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
     return None if only_in_packtool else tool
 
 
+def read_file(path: str, from_option: str | None, label: str) -> ForeignConfig:
+    """Read a configuration file; its tool is "" for packtool's own YAML."""
+    values = load_config_file(path)
+    tool = detect_tool(values, label, from_option)
+    command = "export" if values.get("to_cached_dataset") else "train"
+    return ForeignConfig(tool or "", values, command, label=label)
+
+
 def _keys_of_single_tools(tools_by_key: Mapping[str, set[str]]) -> dict[str, list[str]]:
     """Return, by tool, the keys that only this tool has: neither another one, nor transformers, nor packtool."""
     keys_by_tool: dict[str, list[str]] = {}

@@ -44,6 +44,10 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
 
 def _add_computed_defaults(translation: Translation) -> None:
     """Add defaults that depend on the values of other options."""
+    if translation.tool == "LLaMA-Factory" and is_true(translation.get("packing")):
+        length = int(translation.number("cutoff_len", translation.get("max_length"), 2048))
+        translation.values["max_length"] = length - 1
+        translation.origins["max_length"] = "cutoff_len, less 1 with packing as in LLaMA-Factory"
     if translation.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
         rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
         translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
@@ -128,27 +132,10 @@ def _ms_swift_batches(translation: Translation, values: dict[str, Any], environ:
 
 def _llama_factory(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Translate LLaMA-Factory's keys in ``values`` that the tables cannot translate, and remove them."""
-    _llama_factory_packing(translation, values)
     _llama_factory_datasets(translation, values)
     _llama_factory_media(translation, values)
     if values.get("finetuning_type") == "freeze":
         _freeze(translation, values)
-
-
-def _llama_factory_packing(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate packing, which is the default of pretraining, and the maximum length, which is smaller with packing."""
-    is_pretraining = values.get("stage") == "pt"
-    is_packed = is_true(values.get("neat_packing")) or is_true(values.get("packing", is_pretraining))
-    names = [name for name in ("neat_packing", "packing") if values.get(name) is not None]
-    if names or is_pretraining:
-        for name in ("neat_packing", "packing"):
-            values.pop(name, None)
-        translation.set("packing", is_packed, " and ".join(names) or "stage: pt")
-    length = int(translation.number("cutoff_len", values.pop("cutoff_len", None), 2048))
-    if is_packed:
-        translation.set("max_length", length - 1, "cutoff_len, less 1 with packing as in LLaMA-Factory")
-    elif "cutoff_len" in translation.source.values:
-        translation.set("max_length", length, "cutoff_len")
 
 
 def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) -> None:
@@ -246,38 +233,43 @@ def _unfrozen_layers(translation: Translation, values: dict[str, Any]) -> range:
 
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Translate TRL's data sets, and remove their keys: ``dataset_name`` and similar, or the list ``datasets``."""
-    subset, train_split, test_split = (
-        str(values.pop(name, None) or default)
-        for name, default in (("dataset_config", ""), ("dataset_train_split", "train"), ("dataset_test_split", "test"))
-    )
-    datasets = values.pop("datasets", None) or []
+    subset = str(values.pop("dataset_config", None) or "")
+    train_split = str(values.pop("dataset_train_split", None) or "train")
+    test_split = str(values.pop("dataset_test_split", None) or "test")
     path = values.pop("dataset_name", None)
-    name = "dataset_name" if path else "datasets"
-    if path:
-        datasets = [{"path": path, "name": subset, "split": train_split}]
+    datasets = values.pop("datasets", None) or []
+    if not path:
+        _trl_mixture(translation, datasets)
+        return
+    rows = _trl_rows(path, subset, train_split)
+    translation.set("dataset", rows, "dataset_name")
+    _trl_completions(translation, rows)
+    if as_text(values.get("eval_strategy") or "no") != "no":
+        test_rows = _trl_rows(path, subset, test_split)
+        if test_rows:
+            translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
+
+
+def _trl_mixture(translation: Translation, datasets: Any) -> None:
+    """Translate the list ``datasets``, whose objects have a path and perhaps a subset and a split."""
     if not isinstance(datasets, list) or not all(isinstance(each, dict) and each.get("path") for each in datasets):
         translation.refuse("datasets", "expected a list of objects with path")
         return
     rows = []
     for entry in datasets:
-        rows += _trl_rows(str(entry["path"]), str(entry.get("name") or ""), str(entry.get("split") or "train"))
+        rows += _trl_rows(entry["path"], entry.get("name") or "", entry.get("split") or "train")
         other_keys = sorted(set(entry) - {"path", "name", "split"})
         translation.translate_object("datasets", {key: entry[key] for key in other_keys})
-    if datasets:
-        translation.set("dataset", rows, name)
-    evaluates = as_text(values.get("eval_strategy") or "no") != "no"
-    test_rows = _trl_rows(str(path), subset, test_split) if path and evaluates else []
-    if test_rows:
-        translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
-    if path and rows:
-        _trl_completions(translation, rows[0])
+    if rows:
+        translation.set("dataset", rows, "datasets")
 
 
-def _trl_completions(translation: Translation, path: str) -> None:
-    """Set the loss and the format of prompts if the rows of a local JSON file have prompts and completions."""
-    if not path.endswith((".json", ".jsonl")) or not os.path.exists(path):
+def _trl_completions(translation: Translation, paths: list[str]) -> None:
+    """Set the loss and the format of prompts if the rows of local JSON files have prompts and completions."""
+    files = [path for path in paths[:1] if path.endswith((".json", ".jsonl")) and os.path.exists(path)]
+    if not files:
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(files[0], encoding="utf-8", errors="replace") as file:
         first_rows = file.read(1 << 16)
     if '"prompt"' in first_rows and '"completion"' in first_rows:
         translation.set("loss_scale", "default", "dataset_name: only completions are trained")
@@ -285,12 +277,13 @@ def _trl_completions(translation: Translation, path: str) -> None:
             translation.set("prompt_format", "plain", "dataset_name: prompts are text, not messages")
 
 
-def _trl_rows(name: str, subset: str, split: str) -> list[str]:
+def _trl_rows(path: Any, subset: Any, split: Any) -> list[str]:
     """Return the values of ``--dataset`` for a split: a local file, files of a directory, or a hub id."""
+    name = str(path)
     if not os.path.exists(name):
         return [f"{name}:{subset}:{split}".removesuffix("::train")]
     # As in the datasets library, names of files begin with that of their split.
-    files = [str(path) for path in sorted(Path(name).rglob(f"{split}*")) if path.is_file()]
+    files = [str(file) for file in sorted(Path(name).rglob(f"{split}*")) if file.is_file()]
     return files or ([name] if split == "train" else [])
 
 

@@ -46,7 +46,8 @@ def test_command_has_the_same_options() -> None:
     translation = translated("LLaMA-Factory", VALUES)
     command, *comments = as_command(translation, "train").replace(" \\\n", " ").splitlines()
     words = shlex.split(command)
-    assert words[:4] == ["packtool", "train", "--max-length", "1024"]
+    assert words[:2] == ["packtool", "train"]
+    assert words[words.index("--max-length") + 1] == "1024"
     assert "--set training.tf32=true" in command
     assert words[words.index("--model") + 1] == "my model"
     assert json.loads(words[words.index("--lr-scheduler-kwargs") + 1]) == {"min_lr": 1e-6}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from packtool.rows.forms.columns import Columns, Fields, RowProblem, is_list, shown
@@ -15,32 +16,14 @@ from packtool.rows.forms.media import InlineMedia
 from packtool.rows.forms.messages import ALPACA, QUERY, RowForm, content_of
 from packtool.rows.sample import Turn
 
-_ALPACA = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.",
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
-)
-PROMPT_FORMATS: Mapping[str, tuple[str, str]] = {
-    "alpaca": (
-        _ALPACA[0] + "\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
-        _ALPACA[1] + "\n\n### Instruction:\n{instruction}\n\n### Response:\n",
-    ),
-    "alpaca:chat": (
-        f"SYSTEM: {_ALPACA[0]}\nUSER: {{instruction}}\n{{input}}\nASSISTANT:",
-        f"SYSTEM: {_ALPACA[1]}\nUSER: {{instruction}}\nASSISTANT:",
-    ),
-    "alpaca:chatml": (
-        f"<|im_start|>system\n{_ALPACA[0]}<|im_end|>\n<|im_start|>user\n{{instruction}}\n{{input}}<|im_end|>\n"
-        "<|im_start|>assistant\n",
-        f"<|im_start|>system\n{_ALPACA[1]}<|im_end|>\n<|im_start|>user\n{{instruction}}<|im_end|>\n"
-        "<|im_start|>assistant\n",
-    ),
-    "alpaca:phi": (
-        f"<|system|>\n{_ALPACA[0]}<|end|>\n<|user|>\n{{instruction}}<|end|>{{input}}<|assistant|>",
-        f"<|system|>\n{_ALPACA[1]}<|end|>\n<|user|>\n{{instruction}}<|end|>\n<|assistant|>\n",
-    ),
-    "plain": ("{instruction}\n{input}", "{instruction}"),
-}
+
+def _read_prompt_formats() -> dict[str, tuple[str, str]]:
+    text = resources.files("packtool.rows").joinpath("prompt_formats.tsv").read_text(encoding="utf-8")
+    lines = [line.replace("\\n", "\n").split("\t") for line in text.splitlines() if not line.startswith("#")]
+    return {name: (with_input, without_input) for name, with_input, without_input in lines}
+
+
+PROMPT_FORMATS: Mapping[str, tuple[str, str]] = _read_prompt_formats()
 """Named prompt formats of rows with an input and of those without; the first four are axolotl's."""
 
 _NAMES = re.compile(r"\{(instruction|input|system)\}")
