@@ -17,7 +17,7 @@ import packtool
 
 
 def main(model_dir: str, cache: str, state: str = "state.pt", steps: int | None = None, **options: Any) -> list[float]:
-    """Train all or ``steps`` steps with options of ``packtool.plan``; resume if the file ``state`` exists."""
+    """Train ``steps`` steps (None: all) with options of ``packtool.plan``; resume if the file ``state`` exists."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     plan = packtool.plan(cache, world_size=world_size, **options)

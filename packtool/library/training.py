@@ -69,7 +69,8 @@ def loss(outputs: Any, batch: dict[str, Any]) -> Tensor:
         batch: the arguments of the model.
 
     Returns:
-        a 0-d tensor; added up over a step's micro-batches and averaged over ranks, it is the step's loss.
+        a 0-d tensor: the micro-batch's sum of losses x number of ranks / number of targets of the step. Added up over
+        a step's micro-batches and averaged over ranks, it is the step's loss.
     """
     targets: Targets = batch["targets"]
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
