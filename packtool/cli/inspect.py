@@ -38,7 +38,13 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         problem = f"{name}: {config.directory} is not the --output-dir of a run"
         raise ConfigError(problem, f"packtool inspect OUTPUT_DIR {name}")
     elif config.verify:
-        _verify_files(config.directory, invocation)
+        from packtool.report.inspect import damage_figures, damage_lines
+
+        with terminal_progress() as progress:
+            damage = damage_figures(config.directory, progress)
+        invocation.show(damage, damage_lines(damage))
+        if damage["damaged"]:
+            raise typer.Exit(EXIT_MISMATCH)
     elif config.html is not None:
         _write_pages(config, config.html, invocation)
     elif config.serve:
@@ -52,17 +58,6 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         _inspect_sample(config, config.row, invocation)
     else:
         _inspect_cache(config.directory, invocation)
-
-
-def _verify_files(directory: str, invocation: Invocation) -> None:
-    """Print the damaged files of a cache; exit with code 4 if there are any."""
-    from packtool.report.inspect import damage_figures, damage_lines
-
-    with terminal_progress() as progress:
-        damage = damage_figures(directory, progress)
-    invocation.show(damage, damage_lines(damage))
-    if damage["damaged"]:
-        raise typer.Exit(EXIT_MISMATCH)
 
 
 def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
@@ -158,17 +153,13 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
     pages = Pages(config, shows_all=False)
     with interruptible_progress() as progress:
         num_missing = write_pages(pages, directory, progress)
-    index_page = storage.join(directory, INDEX)
-    num_samples = len(pages.numbers)
-    reason = ""  # why not all samples are shown
-    if num_samples < pages.num_cached and config.plan is None:
-        reason = " (--max-samples)"
-    elif num_samples < pages.num_cached:
-        reason = f", those of the steps that are shown of --plan {config.plan}"
-    lines = [f"written: {index_page}, {num_samples:,} of {pages.num_cached:,} samples{reason}"]
+    index_page, num_samples = storage.join(directory, INDEX), len(pages.numbers)
+    limit = "" if num_samples == pages.num_cached else " (--max-samples)"
+    if limit and config.plan is not None:
+        limit = f", those of the steps that are shown of --plan {config.plan}"
+    lines = [f"written: {index_page}, {num_samples:,} of {pages.num_cached:,} samples{limit}"]
     if num_missing:
-        warning = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
-        lines.insert(0, warning)
+        lines.insert(0, f"{num_missing:,} media files are missing: not readable on this machine, or too large to play")
     figures = {"written": index_page, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}
     invocation.show(figures, lines)
 

@@ -345,7 +345,7 @@ def _parameter(name: str, hint: Any, option: Any, default: object = None) -> ins
 
 def _flags(cls: type) -> list[dataclasses.Field[Any]]:
     """Return the fields with a flag in the order of ``--help``: first ``COMMON_OPTIONS``, or else the required ones."""
-    fields = [field for field in dataclasses.fields(cls) if field.metadata["flag"]]
+    fields = [field for field in dataclasses.fields(cls) if field.metadata["panel"]]
     order = getattr(cls, "COMMON_OPTIONS", ()) or tuple(field.name for field in fields if is_required(field))
     return sorted(fields, key=lambda field: order.index(field.name) if field.name in order else len(order))
 
@@ -385,13 +385,6 @@ def _help(field: dataclasses.Field[Any]) -> str:
     return f"{text} (default: {shown.lower() if isinstance(default, bool) else shown})"
 
 
-_PATHS = (
-    *("adapter", "adapters", "base_model", "cache_dir", "cached_dataset", "chat_template", "check_against", "dataset"),
-    *("dataset_info", "directory", "export_losses", "file", "gitlab", "html", "lengths", "lock", "locked", "markdown"),
-    *("media_cache", "media_root", "mix", "output", "output_dir", "plan", "resume", "run", "save", "val_dataset"),
-)
-
-
 def _metavar(field: dataclasses.Field[Any], cls: type) -> str:
     """Return what ``--help`` shows for the value of a setting, such as ``N``, ``PATH`` or ``a|b``."""
     hint = value_type(field, cls)
@@ -400,7 +393,7 @@ def _metavar(field: dataclasses.Field[Any], cls: type) -> str:
     is_list = typing.get_origin(hint) is tuple
     if typing.get_origin(hint) is not None and not is_list:
         return "JSON"
-    text = "PATH" if field.name in _PATHS else "TEXT"
+    text = "PATH" if field.metadata["path"] else "TEXT"
     return f"{text}..." if is_list else unit_of(field, cls) or {int: "N", float: "X"}.get(hint, text)
 
 

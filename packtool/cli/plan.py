@@ -43,12 +43,15 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 def _plan(config: PlanConfig, invocation: Invocation) -> None:
     """Plan an epoch, write the requested files, and print the plan."""
     from packtool.library.planned import Plan
+    from packtool.train.prepare.checkpoint import BatchShape
+    from packtool.train.prepare.lock_file import lock_of, write_lock
 
     plan = Plan(config)
     if config.save is not None:
         plan.save(config.save)
     if config.lock is not None:
-        _write_lock(plan, config.lock)
+        inputs, num_ranks = plan.preview.inputs, plan.preview.options.world_size
+        write_lock(config.lock, lock_of(inputs, BatchShape.of(config, num_ranks)))
     if config.html is not None:
         plan.page(config.html, invocation.command)
     if not invocation.as_json:
@@ -64,15 +67,6 @@ def _plan(config: PlanConfig, invocation: Invocation) -> None:
     if config.media:
         summary["media"] = _loading_times(config, plan.preview).figures()
     show_json(summary)
-
-
-def _write_lock(plan: Plan, path: str) -> None:
-    """Write the lock file of a plan."""
-    from packtool.train.prepare.checkpoint import BatchShape
-    from packtool.train.prepare.lock_file import lock_of, write_lock
-
-    preview = plan.preview
-    write_lock(path, lock_of(preview.inputs, BatchShape.of(plan.config, preview.options.world_size)))
 
 
 def _print_plan(plan: Plan, config: PlanConfig) -> None:
@@ -156,8 +150,7 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
         if reason is not None:
             lines += ["", reason]
     if config.html is not None:
-        sources = config.cached_dataset or (str(config.mix or config.lengths),)
-        title = names_of(sources)
+        title = names_of(config.cached_dataset or (str(config.mix or config.lengths),))
         storage.publish(config.html, sweep_page(figures, title, invocation.command).encode())
         lines.append(f"written: {config.html}")
     invocation.show(figures, lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib import resources
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Code(NamedTuple):
     Args:
         code: a letter and three digits.
         name: one word; for reasons of dropped rows, the reason.
-        origins: ``CLASS:MODULE`` of the errors that have this code, separated by spaces.
+        origins: ``CLASS:MODULE`` of the errors that have this code, separated by spaces; a ``*`` stands for any text.
         meaning, example, remedy: sentences for users.
     """
 
@@ -64,23 +64,9 @@ def code_of_error(class_names: tuple[str, ...], module: str) -> str:
         class_names: the error's class and its base classes, the most specific first.
         module: the module that raised it, without ``packtool.``.
     """
+    code_by_origin = {origin: row.code for row in codes().values() for origin in row.origins.split()}
     for class_name in class_names:
-        code_by_pattern = {pattern: row.code for row in codes().values() for pattern in _modules_of(row, class_name)}
-        matching = [pattern for pattern in code_by_pattern if _is_origin(module, pattern)]
+        matching = [origin for origin in code_by_origin if fnmatchcase(f"{class_name}:{module}", origin)]
         if matching:
-            return code_by_pattern[max(matching, key=len)]
+            return code_by_origin[max(matching, key=len)]
     return INTERNAL_ERROR
-
-
-def _modules_of(row: Code, class_name: str) -> Iterator[str]:
-    """Yield the modules, or their beginnings with a ``*``, whose errors of a class have this code."""
-    for origin in row.origins.split():
-        origin_class, _, module = origin.partition(":")
-        if origin_class == class_name:
-            yield module
-
-
-def _is_origin(module: str, pattern: str) -> bool:
-    if pattern.endswith("*"):
-        return module.startswith(pattern.removesuffix("*"))
-    return module == pattern

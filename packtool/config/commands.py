@@ -30,18 +30,20 @@ _THRESHOLD = re.compile(r"\d+|\d+(\.\d+)?%")
 class InspectConfig(AccessOptions):
     """Settings of ``packtool inspect``."""
 
-    directory: str = option(REQUIRED, "Inspect this cache, or this --output-dir of a run.")
+    directory: str = option(REQUIRED, "Inspect this cache, or this --output-dir of a run.", path=True)
     row: int | None = option(None, "Show sample N of the split; with --run, also when it was trained.", minimum=0)
-    run: str | None = option(None, "Show when this run (its --output-dir) trained --row.")
+    run: str | None = option(None, "Show when this run (its --output-dir) trained --row.", path=True)
     trained: bool = option(False, "Show how often a run trained the samples of each cache.")
     losses: bool = option(False, "Show samples of a run with unusual losses; --html and --serve show their media.")
-    export_losses: str | None = option(None, "Write the losses of all samples of a run to this Parquet file.")
+    export_losses: str | None = option(
+        None, "Write the losses of all samples of a run to this Parquet file.", path=True
+    )
     step: int | None = option(None, "Show the samples of step N of a run, rank by rank.", minimum=1)
     split: str = option(TRAIN_SPLIT, "Show this split, train or val.")
     model: str | None = option(None, "Use the tokenizer in this model directory; default is the export's model.")
-    plan: str | None = option(None, "Show packs of this plan, written by packtool plan --save.")
+    plan: str | None = option(None, "Show packs of this plan, written by packtool plan --save.", path=True)
     pack: int | None = option(None, "Show pack N of --plan.", minimum=0)
-    html: str | None = option(None, "Write web pages of samples, dropped rows and packs to this new folder.")
+    html: str | None = option(None, "Write web pages of samples, dropped rows and packs to this new folder.", path=True)
     max_samples: int = option(1000, "Show at most N samples on the pages of --html, evenly spaced.", maximum=1_000_000)
     serve: bool = option(False, "Serve web pages of the complete cache on this machine until Ctrl-C.")
     port: int = option(0, "Serve on this port; 0 selects a free one.", minimum=0, maximum=65_535)
@@ -74,12 +76,12 @@ class CheckConfig(RowOptions, EncodeSpec, PackageOptions):
         *("dataset", "model", "max_dropped", "markdown", "gitlab", "github", "max_length", "truncation_strategy"),
     )
 
-    dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP)
+    dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP, path=True)
     max_dropped: str = option("0", "Fail if more than this number of rows is dropped, or percentage, such as 1%.")
-    check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP)
+    check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP, path=True)
     max_overlap: str | None = row_option(None, "Fail if more rows than this number, or percentage, overlap.")
-    markdown: str | None = option(None, "Write the summary to this Markdown file.")
-    gitlab: str | None = option(None, "Write a code quality report for GitLab to this JSON file.")
+    markdown: str | None = option(None, "Write the summary to this Markdown file.", path=True)
+    gitlab: str | None = option(None, "Write a code quality report for GitLab to this JSON file.", path=True)
     github: bool = option(False, "Print annotations for GitHub on stderr.", env="GITHUB_ACTIONS")
 
     def value_problems(self) -> list[str]:
@@ -103,7 +105,7 @@ class SchemaConfig(Settings):
     """Settings of ``packtool schema``."""
 
     kind: SchemaName = option("train", "Print the schema of options of train or export, or of recipes (mixture).")
-    output: str | None = option(None, "Write the schema to this file instead.")
+    output: str | None = option(None, "Write the schema to this file instead.", path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     """Settings of ``packtool verify``."""
 
     model: str = option(REQUIRED, "Check this model, a directory or hub id.")
-    cached_dataset: tuple[str, ...] = option(REQUIRED, "Check with samples of these caches.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Check with samples of these caches.", path=True)
     packing_length: Tokens | None = option(
         None, "Limit each packed sequence to N tokens; default is the export's --max-length.", minimum=2
     )
@@ -121,7 +123,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     trajectory: int | None = option(None, "Train N steps packed and unpacked, and compare their losses and weights.")
     samples_per_step: int | None = option(None, "Train N samples per step with --trajectory; default is 16.")
     seed: int = option(42, "Set the random seed of packing.", minimum=0)
-    html: str | None = option(None, "Write the report to this file as a web page.")
+    html: str | None = option(None, "Write the report to this file as a web page.", path=True)
 
     @property
     def sharing_conflicts(self) -> list[str]:
@@ -149,10 +151,10 @@ class EvalConfig(
 
     model: str = option(REQUIRED, "Evaluate this model or adapter, a directory or hub id.")
     base_model: str | None = option(
-        None, "Load the adapter's base model from this directory instead of its recorded location."
+        None, "Load the adapter's base model from this directory instead of its recorded location.", path=True
     )
-    cached_dataset: tuple[str, ...] = option(REQUIRED, "Evaluate the samples of these caches.")
-    output: str = option(REQUIRED, "Write the results to this Parquet file, one row per sample.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Evaluate the samples of these caches.", path=True)
+    output: str = option(REQUIRED, "Write the results to this Parquet file, one row per sample.", path=True)
     split: Split | None = option(None, "Evaluate this split; default is val if all caches have it, else train.")
     max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP)
     max_samples_per_micro_batch: int | None = speed_option(None, "Limit each forward pass to N samples.")
@@ -173,10 +175,10 @@ class EvalConfig(
 class MergeConfig(Settings):
     """Settings of ``packtool merge``."""
 
-    adapter: str = option(REQUIRED, "Merge this adapter, a checkpoint of packtool train or peft.")
-    output: str = option(REQUIRED, "Write the merged model to this new or empty directory.")
+    adapter: str = option(REQUIRED, "Merge this adapter, a checkpoint of packtool train or peft.", path=True)
+    output: str = option(REQUIRED, "Write the merged model to this new or empty directory.", path=True)
     base_model: str | None = option(
-        None, "Load the adapter's base model from this directory instead of its recorded location."
+        None, "Load the adapter's base model from this directory instead of its recorded location.", path=True
     )
     torch_dtype: DType = option("auto", "Write weights in this precision; auto keeps the base model's.")
 
@@ -185,7 +187,7 @@ class MergeConfig(Settings):
 class DemoConfig(Settings):
     """Settings of ``packtool demo``."""
 
-    output_dir: str = option("packtool-demo", "Write all files to this folder.")
+    output_dir: str = option("packtool-demo", "Write all files to this folder.", path=True)
     seed: int = option(7, "Set the random seed of dataset, model and training.", minimum=0)
 
 
@@ -193,7 +195,7 @@ class DemoConfig(Settings):
 class TranslateConfig(Settings):
     """Settings of ``packtool translate``."""
 
-    file: str = option("", "Translate this YAML or JSON file of another tool.")
+    file: str = option("", "Translate this YAML or JSON file of another tool.", path=True)
     command_line: tuple[str, ...] = option((), "Translate this command line; you can also write it after --.")
     tool: str | None = option(
         None, "Read the format of ms-swift, llama-factory, axolotl or trl; default detects it.", aliases=("from",)

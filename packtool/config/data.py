@@ -77,10 +77,12 @@ class AccessOptions(Settings):
 class RowOptions(AccessOptions):
     """Selection and reading of rows."""
 
-    dataset: tuple[str, ...] = row_option((), DATASET_HELP)
-    val_dataset: tuple[str, ...] = row_option((), "Read the validation split from these sources, as in --dataset.")
+    dataset: tuple[str, ...] = row_option((), DATASET_HELP, path=True)
+    val_dataset: tuple[str, ...] = row_option(
+        (), "Read the validation split from these sources, as in --dataset.", path=True
+    )
     dataset_info: str | None = row_option(
-        None, "Look up names of --dataset in this dataset_info.json of LLaMA-Factory, or its folder."
+        None, "Look up names of --dataset in this dataset_info.json of LLaMA-Factory, or its folder.", path=True
     )
     columns: tuple[str, ...] = row_option(
         (), "Rename columns of your data, as in query=title response=body, or as JSON."
@@ -90,7 +92,10 @@ class RowOptions(AccessOptions):
         None, "Write questions without messages as alpaca, as plain text, or as text with {instruction}."
     )
     media_root: str | None = row_option(
-        None, "Look up relative media paths in this folder first, then in the data file's folder.", env="ROOT_IMAGE_DIR"
+        None,
+        "Look up relative media paths in this folder first, then in the data file's folder.",
+        env="ROOT_IMAGE_DIR",
+        path=True,
     )
     max_media_failures: int = access_option(
         100, "Stop after N consecutive failed downloads from one server; 0 never stops.", minimum=0
@@ -217,7 +222,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
     media_overflow: MediaOverflow = row_option("drop", OVERFLOW_HELP)
     loss_scale: str = row_option("default", LOSS_SCALE_HELP)
     expand_turns: ExpandTurns = row_option("false", EXPAND_HELP)
-    chat_template: str | None = row_option(None, TEMPLATE_HELP)
+    chat_template: str | None = row_option(None, TEMPLATE_HELP, path=True)
     chat_template_kwargs: Mapping[str, Any] | None = row_option(None, TEMPLATE_KWARGS_HELP)
     media: Literal["reference", "embed"] = row_option(
         "reference", "Store paths of media files in the cache (reference), or the files (embed)."
@@ -248,9 +253,9 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
         *("fps", "loss_scale", "dataset_num_proc", "overwrite", "repair", "dry_run"),
     )
 
-    dataset: tuple[str, ...] = row_option(REQUIRED, DATASET_HELP)
-    output_dir: str = option(REQUIRED, "Write the cache (tokenized samples) to this new directory.")
-    check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP)
+    dataset: tuple[str, ...] = row_option(REQUIRED, DATASET_HELP, path=True)
+    output_dir: str = option(REQUIRED, "Write the cache (tokenized samples) to this new directory.", path=True)
+    check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP, path=True)
     on_duplicates: Literal["keep", "drop"] = row_option("keep", "Keep or drop rows that equal an earlier row.")
     on_overlap: Literal["keep", "drop", "fail"] = row_option("keep", "Keep or drop overlapping rows, or stop.")
     seed: int = shard_option(42, "Set the random seed that selects validation rows.", minimum=0)
@@ -290,7 +295,7 @@ class ImportConfig(ExportConfig):
     TAKES_TOKENS: ClassVar[bool] = True
 
     dataset: tuple[str, ...] = row_option(
-        REQUIRED, "Read tokenized data: a saved dataset, its files, or a Megatron .idx file."
+        REQUIRED, "Read tokenized data: a saved dataset, its files, or a Megatron .idx file.", path=True
     )
     max_length: Tokens = option(0, "Limit samples to N tokens; 0 uses the model's max_position_embeddings.", minimum=0)
 
@@ -310,7 +315,10 @@ class CacheOptions(Settings):
     """Local copies of remote caches, and verification of their files."""
 
     cache_dir: str | None = cache_option(
-        None, "Store copies of remote caches in this local directory; default is ~/.cache/packtool.", env=_VARIABLE
+        None,
+        "Store copies of remote caches in this local directory; default is ~/.cache/packtool.",
+        env=_VARIABLE,
+        path=True,
     )
     cache_dir_size: Bytes | None = cache_option(
         None,
@@ -328,7 +336,7 @@ class MediaCacheOptions(Settings):
     """Cache of resized images and video frames."""
 
     media_cache: str | None = cache_option(
-        None, "Store resized images and video frames here, to reuse them in later epochs."
+        None, "Store resized images and video frames here, to reuse them in later epochs.", path=True
     )
     media_cache_size: Bytes | None = cache_option(None, "Limit the size of --media-cache, such as 500GB.", minimum=None)
 

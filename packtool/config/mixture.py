@@ -38,9 +38,9 @@ class MixOptions(Settings):
     """Amounts of each cache in an epoch."""
 
     cached_dataset: tuple[str, ...] = option(
-        (), "Use these caches of packtool export; CACHE#5000, #20% or #2.5x draws that many samples."
+        (), "Use these caches of packtool export; CACHE#5000, #20% or #2.5x draws that many samples.", path=True
     )
-    mix: str | None = mixture_option(None, "Mix caches by this YAML recipe of weights, filters and stages.")
+    mix: str | None = mixture_option(None, "Mix caches by this YAML recipe of weights, filters and stages.", path=True)
     mix_stop: MixStop | None = mixture_option(
         None,
         "End an epoch when one cache is used up (first, default), or every cache (all).",
@@ -150,6 +150,7 @@ _RECIPE_KEYS = ("sources", "temperature", "unit")
 _STAGE_KEYS = ("until", "packing_length", "sequence_parallel_size")
 # Settings of a source that must be the same in all stages.
 _RUN_SETTINGS = ("channel", "loss_weight", "loss_scale", "media_limits")
+_END_REMEDY = "give it to every stage but the last, or to none, which trains the epochs of each"
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -228,23 +229,20 @@ def unify_sources(recipe: Recipe) -> Recipe:
     sources_of_stages = [_sources_by_key(stage) for stage in recipe.stages]
     untaken_sources: dict[_SourceKey, SourceRecipe] = {}  # all sources, as in a stage that does not train them
     problems = []
-    for sources in sources_of_stages:
-        for key, source in sources.items():
-            settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
-            if key not in untaken_sources:
-                untaken_sources[key] = SourceRecipe(path=source.path, is_taken=False, **settings)
-            for name, value in settings.items():
-                first_value = getattr(untaken_sources[key], name)  # in the first stage that has this source
-                if first_value != value:
-                    values = f"{first_value} in one stage and {value} in another: give it the same in all"
-                    problems.append(f"{recipe.place}, stages: {source.path} has the {name} {values}")
+    for key, source in [each for sources in sources_of_stages for each in sources.items()]:
+        settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
+        first = untaken_sources.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
+        for name, value in settings.items():
+            if (first_value := getattr(first, name)) != value:  # that in the first stage with this source
+                values = f"{first_value} in one stage and {value} in another: give it the same in all"
+                problems.append(f"{recipe.place}, stages: {source.path} has the {name} {values}")
     if problems:
         raise ConfigError.from_problems(problems)
-    stages = []
-    for stage, sources in zip(recipe.stages, sources_of_stages, strict=True):
-        all_sources = tuple(sources.get(key, untaken) for key, untaken in untaken_sources.items())
-        stages.append(replace(stage, sources=all_sources))
-    return replace(recipe, sources=tuple(untaken_sources.values()), stages=tuple(stages))
+    stages = tuple(
+        replace(stage, sources=tuple(sources.get(key, untaken) for key, untaken in untaken_sources.items()))
+        for stage, sources in zip(recipe.stages, sources_of_stages, strict=True)
+    )
+    return replace(recipe, sources=tuple(untaken_sources.values()), stages=stages)
 
 
 _SourceKey = tuple[str, int]
@@ -300,10 +298,14 @@ class _RecipeParser:
             return self.parse_recipe(value)
         defaults = {key: item for key, item in value.items() if key in _RECIPE_KEYS}  # keys that all stages share
         stages = value["stages"]
-        if not isinstance(stages, list) or not stages or not all(isinstance(stage, Mapping) for stage in stages):
-            self.report("stages", "give a list of stages, each with sources, until, packing_length, ...")
-            return self.parse_recipe(defaults)  # reports its mistakes, too
-        if all("sources" in stage for stage in stages):  # so no stage uses those beside the stages
+        if isinstance(stages, list) and stages and all(isinstance(stage, Mapping) for stage in stages):
+            return self.parse_stages(stages, defaults)
+        self.report("stages", "give a list of stages, each with sources, until, packing_length, ...")
+        return self.parse_recipe(defaults)  # reports its mistakes, too
+
+    def parse_stages(self, stages: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> Recipe | None:
+        """Parse all stages; a stage without a key of ``defaults`` has that of the file."""
+        if all("sources" in stage for stage in stages):  # no stage uses the sources of the file
             for key in defaults:
                 self.report(str(key), "every stage has its own sources: give it in the stages")
         recipes = [self.parse_stage(stage, defaults, f"stages[{number}]") for number, stage in enumerate(stages)]
@@ -314,7 +316,8 @@ class _RecipeParser:
         valid = tuple(recipe for recipe in recipes if recipe is not None)
         if len(valid) < len(stages):
             return None
-        return Recipe(sources=(), stages=valid, place=self.place)  # ``unify_sources`` adds the sources of all stages
+        # The recipe itself has no sources yet: ``unify_sources`` adds those of all stages.
+        return Recipe(sources=(), stages=valid, place=self.place)
 
     def check_single_stage(self, stage: Mapping[str, Any]) -> None:
         """Report keys of the only stage that only stages have, because options do the same for the whole run."""
@@ -365,13 +368,11 @@ class _RecipeParser:
         if earlier and last is not None and last.end_text:
             self.report(f"stages[{len(earlier)}].until", "the last stage ends with the run: leave it out")
         valid = [stage for stage in earlier if stage is not None]
-        has_any_end = any(stage.end_text for stage in valid)
-        if len(valid) < len(earlier) or not has_any_end:
+        if len(valid) < len(earlier) or not any(stage.end_text for stage in valid):
             return  # a stage is invalid, or every stage trains its own number of epochs
         for number, stage in enumerate(valid):
             if not stage.end_text:
-                remedy = "give it to every stage but the last, or to none, which trains the epochs of each"
-                self.report(f"stages[{number}].until", f"it is missing: {remedy}")
+                self.report(f"stages[{number}].until", f"it is missing: {_END_REMEDY}")
         for number, (previous, stage) in enumerate(pairwise(valid), start=1):
             # An end in steps and one in shares of the run cannot be compared before the number of steps is known.
             for end, next_end in ((previous.until, stage.until), (previous.until_share, stage.until_share)):

@@ -158,7 +158,7 @@ def _matches(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
 class AdapterOptions(LearningOptions):
     """Trained weights and adapters."""
 
-    adapters: tuple[str, ...] = adapter_option((), "Continue training the LoRA adapter in this directory.")
+    adapters: tuple[str, ...] = adapter_option((), "Continue training the LoRA adapter in this directory.", path=True)
     lora_alpha: int = lora_option(32, "Set alpha of the LoRA adapters; their output is scaled by alpha/rank.")
     lora_dropout: float = lora_option(0.05, "Set the dropout probability of adapter inputs.", minimum=0.0, maximum=1.0)
     use_rslora: bool = lora_option(False, "Scale adapters by alpha/sqrt(rank) (rank-stabilized LoRA).")

@@ -36,7 +36,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         *("per_device_train_batch_size", "sweep", "fit", "media", "save", "lock", "html", "resume"),
     )
 
-    lengths: str | None = option(None, "Plan for sample lengths (tokens) in this .npy, .json or .txt file.")
+    lengths: str | None = option(None, "Plan for sample lengths (tokens) in this .npy, .json or .txt file.", path=True)
     model: str | None = model_option(None, "Estimate cost and memory for this model; default is the caches' model.")
     packing: bool = packing_option(True, "Pack several samples into each sequence; false pads samples instead.")
     world_size: int = option(1, "Plan for N training processes, one per GPU.", minimum=1)
@@ -48,13 +48,15 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     tflops: float | None = model_option(None, "Estimate times for GPUs with this many peak TFLOP/s.", minimum=0.001)
     mfu: float = model_option(0.4, "Assume this fraction of the peak TFLOP/s in training.", minimum=0.001, maximum=1.0)
     media: bool = option(False, "Measure media loading here and estimate the loading processes that training needs.")
-    save: str | None = option(None, "Write the plan to this file, for example for packtool train --plan.")
+    save: str | None = option(None, "Write the plan to this file, for example for packtool train --plan.", path=True)
     lock: str | None = option(
-        None, "Write a lock file of everything that determines a run; packtool train --locked checks it."
+        None, "Write a lock file of everything that determines a run; packtool train --locked checks it.", path=True
     )
-    html: str | None = option(None, "Draw the plan, or the results of --sweep, as a web page.")
+    html: str | None = option(None, "Draw the plan, or the results of --sweep, as a web page.", path=True)
 
-    resume: str | None = option(None, "Preview how this run or checkpoint would resume, and what has changed.")
+    resume: str | None = option(
+        None, "Preview how this run or checkpoint would resume, and what has changed.", path=True
+    )
 
     def problems(self, *sections: type) -> list[str]:
         """Return the problems of combined options; ``--resume`` goes with few options at all."""
@@ -105,13 +107,13 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
         *("cached_dataset", "output_dir", "format", "packing_length", "plan", "split", "media"),
     )
 
-    cached_dataset: tuple[str, ...] = option(REQUIRED, "Use these caches of packtool export.")
-    output_dir: str = option(REQUIRED, "Write the packs to this directory, local or remote (s3://, oss://).")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Use these caches of packtool export.", path=True)
+    output_dir: str = option(REQUIRED, "Write the packs to this directory, local or remote (s3://, oss://).", path=True)
     format: PacksFormat = option("parquet", "Write this file format.")
     packing_length: Tokens | None = packing_option(
         None, "Limit each packed sequence to N tokens; default is the longest sample.", minimum=1
     )
-    plan: str | None = packing_option(None, "Write the packs of this plan, written by packtool plan --save.")
+    plan: str | None = packing_option(None, "Write the packs of this plan, written by packtool plan --save.", path=True)
     max_length: Tokens | None = packing_option(None, "Drop samples above N tokens.")
     seed: int = packing_option(42, "Set the random seed of packing.", minimum=0)
     split: str = option(TRAIN_SPLIT, "Pack this split, train or val.")

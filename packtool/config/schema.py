@@ -44,22 +44,17 @@ def schema_of(name: SchemaName) -> Schema:
     if name == "mixture":
         return {"$schema": _DRAFT, "title": "Recipe of packtool --mix", **_mixture_schema()}
     cls = TrainConfig if name == "train" else ExportConfig
-    return {"$schema": _DRAFT, "title": f"Options of packtool {name}", **_options_schema(cls)}
+    properties = {}
+    for field in dataclasses.fields(cls):
+        for option_name in (field.name, *field.metadata["aliases"]):
+            properties[option_name] = _option_schema(field, cls)
+    options = {**_closed_object(properties), "patternProperties": {_DASHED_NAME: {}}}
+    return {"$schema": _DRAFT, "title": f"Options of packtool {name}", **options}
 
 
 def schema_text(name: SchemaName) -> str:
     """Return a schema as the text of its published file, ``docs/schema-NAME.json``."""
     return json.dumps(schema_of(name), indent=1) + "\n"
-
-
-def _options_schema(cls: type) -> Schema:
-    """Return the schema of a mapping from options, under all their names, to values."""
-    properties = {}
-    for field in dataclasses.fields(cls):
-        for name in (field.name, *field.metadata["aliases"]):
-            properties[name] = _option_schema(field, cls)
-    names_with_dashes: Schema = {_DASHED_NAME: {}}
-    return {**_closed_object(properties), "patternProperties": names_with_dashes}
 
 
 def _closed_object(properties: Mapping[str, Schema], required: Iterable[str] = ()) -> Schema:
@@ -149,6 +144,18 @@ _SOURCE_VALUES: dict[str, Schema] = {
 }
 
 
+_STAGE_VALUES: dict[str, Schema] = {  # of the keys that only a stage has
+    "until": {
+        "type": ["integer", "string", "null"],
+        "minimum": 1,
+        "pattern": _SHARE,
+        "description": "End of the stage: an optimizer step, or a share of the run such as 30%.",
+    },
+    "packing_length": {**_LENGTH, "description": "Maximum tokens of a pack in this stage."},
+    "sequence_parallel_size": {"type": ["integer", "null"], "minimum": 1, "description": "Processes per sequence."},
+}
+
+
 def _mixture_schema() -> Schema:
     """Return the schema of a recipe with or without stages."""
     media_limits = {field.name: _option_schema(field, MediaOptions) for field in dataclasses.fields(MediaOptions)}
@@ -158,22 +165,8 @@ def _mixture_schema() -> Schema:
         "temperature": {**_POSITIVE, "description": "Weights are size^(1/T): 1 keeps proportions, more evens them."},
         "unit": {**_UNIT, "description": "Unit of the sizes for temperature."},
     }
-    stages: Schema = {"type": "array", "minItems": 1, "items": _closed_object({**recipe, **_stage_values()})}
+    stages: Schema = {"type": "array", "minItems": 1, "items": _closed_object({**recipe, **_STAGE_VALUES})}
     return {
         **_closed_object({**recipe, "stages": stages}),
         "anyOf": [{"required": ["sources"]}, {"required": ["stages"]}],
-    }
-
-
-def _stage_values() -> dict[str, Schema]:
-    """Return the schemas of the keys that only a stage has."""
-    return {
-        "until": {
-            "type": ["integer", "string", "null"],
-            "minimum": 1,
-            "pattern": _SHARE,
-            "description": "End of the stage: an optimizer step, or a share of the run such as 30%.",
-        },
-        "packing_length": {**_LENGTH, "description": "Maximum tokens of a pack in this stage."},
-        "sequence_parallel_size": {"type": ["integer", "null"], "minimum": 1, "description": "Processes per sequence."},
     }

@@ -190,12 +190,12 @@ def option(
     default: Any,
     help: str,
     *,
-    panel: Panel = "Options",
+    panel: Panel | None = "Options",
     env: str | None = None,
     aliases: tuple[str, ...] = (),
     minimum: float | None = 1,
     maximum: float | None = None,
-    flag: bool = True,
+    path: bool = False,
     needs: tuple[str, str] | None = None,
 ) -> Any:
     """Declare a setting.
@@ -203,15 +203,16 @@ def option(
     Args:
         default: default value, or ``REQUIRED``.
         help: at most 15 words for ``--help``; ``scripts/option_details.tsv`` has the rest for ``docs/options.md``.
-        panel: heading under which ``--help`` shows it.
+        panel: heading under which ``--help`` shows it; None for a setting that only YAML and ``--set`` can set.
         env: environment variable that can also set it.
         aliases: other names of the option, such as ``tuner_type`` for ``train_type``.
         minimum, maximum: inclusive bounds of a number, which is at least 1 by default; None for no bound.
-        flag: whether it is an option of the command line; if not, only YAML and ``--set`` can set it.
+
+        path: whether ``--help`` shows its text as a path.
         needs: (another setting, those of its values, separated by ``|``, with which this setting has an effect).
     """
     metadata: dict[str, Any] = {"help": help, "panel": panel, "env": env, "aliases": aliases}
-    metadata |= {"minimum": minimum, "maximum": maximum, "flag": flag, "needs": needs}
+    metadata |= {"minimum": minimum, "maximum": maximum, "path": path, "needs": needs}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -39,8 +39,8 @@ class SimulateConfig(StrategyOptions):
         *("sequence_parallel_size", "packing_length", "strategies", "html", "max_length", "steps"),
     )
 
-    cached_dataset: tuple[str, ...] = option((), "Use the sample lengths of these caches.")
-    lengths: str | None = option(None, "Use the sample lengths (tokens) in this .npy, .json or .txt file.")
+    cached_dataset: tuple[str, ...] = option((), "Use the sample lengths of these caches.", path=True)
+    lengths: str | None = option(None, "Use the sample lengths (tokens) in this .npy, .json or .txt file.", path=True)
     distribution: Literal["wikipedia", "lmsys", "chatqa2"] | None = option(
         None, "Draw sample lengths as in Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
     )
@@ -49,7 +49,7 @@ class SimulateConfig(StrategyOptions):
     )
     steps: int | None = option(None, "Simulate N optimizer steps; default is at most 32.", minimum=1)
     strategies: tuple[str, ...] = option(STRATEGIES, "Compare these training strategies.")
-    html: str | None = option(None, "Draw one step of each strategy as a web page.")
+    html: str | None = option(None, "Draw one step of each strategy as a web page.", path=True)
 
     model: str | None = model_option(
         None, "Simulate this model directory, or 8b, qwen2.5-0.5b, qwen2.5-7b; default is the caches' model."

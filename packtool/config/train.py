@@ -188,13 +188,15 @@ class TrainConfig(
     )
 
     model: str = option("", "Train this model directory or hub id; default is the cache's model.")
-    output_dir: str = option("", "Write checkpoints and logs to this directory; default is a new one in output/MODEL.")
+    output_dir: str = option(
+        "", "Write checkpoints and logs to this directory; default is a new one in output/MODEL.", path=True
+    )
     truncation_strategy: data.TruncationStrategy | None = row_option(None, data.TRUNCATION_HELP)
     media_overflow: data.MediaOverflow | None = row_option(None, data.OVERFLOW_HELP)
     min_length: Tokens | None = row_option(None, data.MIN_LENGTH_HELP, minimum=0)
     loss_scale: str | None = row_option(None, data.LOSS_SCALE_HELP)
     expand_turns: data.ExpandTurns | None = row_option(None, data.EXPAND_HELP)
-    chat_template: str | None = row_option(None, data.TEMPLATE_HELP)
+    chat_template: str | None = row_option(None, data.TEMPLATE_HELP, path=True)
     chat_template_kwargs: Mapping[str, Any] | None = row_option(None, data.TEMPLATE_KWARGS_HELP)
     streaming: bool = stream_option(False, "Tokenize and pack --dataset during training, without a cache.")
     bf16: bool | None = memory_option(None, "Compute in bfloat16; false computes bfloat16 checkpoints in float32.")
@@ -207,7 +209,7 @@ class TrainConfig(
     verify_packing: bool = packing_option(
         True, "Check before training that packing does not change the model's outputs."
     )
-    plan: str | None = packing_option(None, "Train the plan in this file, written by packtool plan --save.")
+    plan: str | None = packing_option(None, "Train the plan in this file, written by packtool plan --save.", path=True)
 
     num_train_epochs: float = training_option(1.0, "Train this many passes over all samples.", minimum=0.0)
     max_steps: int | None = training_option(None, "Stop after N optimizer steps, instead of after --num-train-epochs.")
@@ -272,7 +274,7 @@ class TrainConfig(
     )
     on_nan: OnNan = training_option("stop", "Stop at NaN or Inf, skip the step, or continue (go-on).")
     locked: str | None = checkpoint_option(
-        None, "Refuse to train if the run differs from this lock file of packtool plan --lock."
+        None, "Refuse to train if the run differs from this lock file of packtool plan --lock.", path=True
     )
     overwrite_output_dir: bool = checkpoint_option(
         False, "Delete an earlier run's checkpoints and metrics in --output-dir."
@@ -286,7 +288,7 @@ class TrainConfig(
     dry_run: bool = option(False, "Check options, print the plan and estimate memory without training.")
     hardware: str | None = memory_option(None, "Plan for this GPU: h100, h200, a100, 910b, or a file.")
     training: Mapping[str, Any] = option(
-        {}, "Set other fields of transformers' TrainingArguments, as in --set training.name=value.", flag=False
+        {}, "Set other fields of transformers' TrainingArguments, as in --set training.name=value.", panel=None
     )
 
     def value_problems(self) -> list[str]:

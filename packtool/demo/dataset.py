@@ -221,11 +221,8 @@ class _RowMaker:
         """Return rows in random order: unusable ones, conversations without images (a tenth), and rows with images."""
         rows = [self.unusable_row(index) for index in range(num_unusable)]
         for _ in range(num_rows - num_unusable):
-            if self.rng.random() < 1 / 10:
-                row: Row = {"messages": text_turns(self.rng), "images": []}
-            else:
-                row, _ = self.picture_row()
-            rows.append(row)
+            has_images = self.rng.random() >= 1 / 10
+            rows.append(self.picture_row()[0] if has_images else {"messages": text_turns(self.rng), "images": []})
         self.rng.shuffle(rows)
         return rows
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.demo.dataset import Question, SyntheticDataset, make_rows
+from packtool.demo.dataset import SyntheticDataset, make_rows
 from packtool.demo.model import make_model
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.processes import environment_of_one_process
@@ -90,6 +90,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
     is_correct = _correct_answers(trained["checkpoint"], folder / "held-out", len(questions), progress)
     is_correct_swapped = _correct_answers(trained["checkpoint"], folder / "swapped", len(questions), progress)
+    kinds = np.array([question.kind for question in questions])
     return DemoResult(
         num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
@@ -98,7 +99,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
         accuracy=float(is_correct.mean()),
         swapped_accuracy=float(is_correct_swapped.mean()),
         chance=dataset.chance,
-        accuracy_by_kind=_accuracy_by_kind(questions, is_correct),
+        accuracy_by_kind={str(kind): float(is_correct[kinds == kind].mean()) for kind in np.unique(kinds)},
         seconds=time.perf_counter() - begin,
     )
 
@@ -119,12 +120,6 @@ def _correct_answers(checkpoint: str, cache: Path, num_questions: int, progress:
     if len(turns) != num_questions:
         raise PacktoolError(f"{cache} holds {len(turns)} of {num_questions} held-out questions")
     return np.array([is_exact for _, _, is_exact in turns], np.bool_)
-
-
-def _accuracy_by_kind(questions: Sequence[Question], is_correct: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """Return the share of correct answers for each kind of question, sorted by kind."""
-    kinds = np.array([question.kind for question in questions])
-    return {str(kind): float(is_correct[kinds == kind].mean()) for kind in np.unique(kinds)}
 
 
 def _prepare_folder(output_dir: str) -> Path:

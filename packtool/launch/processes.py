@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from packtool.errors import ConfigError
 from packtool.launch.world import World, is_launched
@@ -104,25 +103,17 @@ def launch_command(
         return None
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
     if processes.num_nodes == 1:
-        options += ["--local-addr", _THIS_MACHINE]
+        address = _THIS_MACHINE  # because the machine's own name may not resolve
+        options += ["--local-addr", address]
     else:
+        address = processes.address or _THIS_MACHINE
         options += ["--rdzv-conf", f"timeout={max_wait or _DEFAULT_WAIT_SECONDS}"]
-    options += _meeting_options(processes)
+    if processes.num_nodes == 1 and processes.port is None:
+        options.append("--standalone")  # torchrun chooses a free port, so that two jobs do not meet by accident
+    else:
+        options += ["--node-rank", str(processes.node_rank), "--master-addr", address]
+        options += ["--master-port", str(processes.port or _DEFAULT_PORT)]
     return [sys.executable, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
-
-
-def _meeting_options(processes: Processes) -> list[str]:
-    """Return torchrun's options for the address at which the processes meet.
-
-    On a single machine, this is 127.0.0.1, because the machine's own name may not resolve. Unless ``MASTER_PORT`` is
-    set, a free port is used, so that two jobs do not meet by accident.
-    """
-    is_single_machine = processes.num_nodes == 1
-    if is_single_machine and processes.port is None:
-        return ["--standalone"]  # torchrun chooses a free port
-    address = _THIS_MACHINE if is_single_machine else processes.address or _THIS_MACHINE
-    options = ["--node-rank", str(processes.node_rank), "--master-addr", address]
-    return [*options, "--master-port", str(processes.port or _DEFAULT_PORT)]
 
 
 def set_passive_omp_wait() -> None:
@@ -226,8 +217,8 @@ def launch_ranks(
         sequence_parallel_size: number of processes that share each sequence.
         prepare: called with rank 0 before processes are started, to report problems once.
         launches_single: also run a single process under torchrun.
-        launches_none: never start torchrun, because the run is only previewed or one process does all the work. Return
-            rank 0 of the number of processes that the environment requests.
+        launches_none: never start torchrun, because the run is only previewed or one process does all the work; the
+            result is then rank 0 of as many processes as the environment requests.
         max_wait: seconds to wait for other machines; None for the default.
     """
     set_passive_omp_wait()
@@ -254,28 +245,22 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
     environ = os.environ if environ is None else environ
     if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
-    from torch.distributed import DistError  # here: most never need torch
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # here: most never need torch
 
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     rank = environ.get("RANK", "")
     try:
-        store = _connect_to_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        # Connect a plain socket first, because torch would print a stack trace if the store is gone.
+        socket.create_connection((host, port), _STORE_SECONDS).close()
+        timeout = timedelta(seconds=_STORE_SECONDS)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         # The first process sets the key to its rank; every process gets the rank of the first one.
         first_rank = store.compare_set(key, "", rank)
         return bool(first_rank != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):
         return False  # better printed twice than never
-
-
-def _connect_to_store(host: str, port: int) -> Any:
-    """Return torchrun's store, a TCPStore."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    # Connect a plain socket first, because torch would print a stack trace if the store is gone.
-    socket.create_connection((host, port), _STORE_SECONDS).close()
-    timeout = timedelta(seconds=_STORE_SECONDS)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 @contextlib.contextmanager

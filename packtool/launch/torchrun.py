@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import main as torchrun
 
@@ -157,7 +157,9 @@ class LauncherGroup:
         self._serves_store = False
         self._has_started_ranks = False
         self._begin = time.monotonic()
-        self._wait_timer = _WaitTimer(self._begin)
+        self._waiting_since: float | None = self._begin  # for another machine; None without a wait
+        self._line_interval = _FIRST_LINE_SECONDS  # between two lines about the wait
+        self._next_line_at = self._begin + self._line_interval
         self._last_status = ""  # the last printed one
         self._thread = threading.Thread(target=self._exchange_until_leaving, daemon=True)
 
@@ -187,21 +189,25 @@ class LauncherGroup:
         return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._status() or reason}", causes)
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Publish this machine's exit code. If the cause of a failure is unknown, print which other machines failed.
+        """Publish this machine's exit code, and wait until the others have read it.
 
-        ``reason`` tells why this machine ended, if that is known; other machines are then not the cause.
+        ``reason`` is the cause of a failure of this machine; "" if it is unknown. Then another machine may have failed
+        first, and this launcher waits for the exit codes of the others and prints which machines failed.
         """
         self._is_leaving.set()
         self._thread.join()
         if not self._have_all_met.is_set():
             return
         self._record["end"] = {"code": code, "reason": reason}
-        is_cause_unknown = code == EXIT_UNEXPECTED and not reason  # another machine may have failed first
+        is_cause_unknown = code == EXIT_UNEXPECTED and not reason
         deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline:
             self._exchange()
-            waits_for_cause = is_cause_unknown and not self._failures()
-            if self._can_leave() and not waits_for_cause:
+            failures, others = self._failures(), self._other_nodes()
+            num_succeeded = sum(bool(record["end"]) and not record["end"]["code"] for _, record in others)
+            # The store ends with node 0, so this has to be the last one.
+            is_needed = self.rank == 0 and len(failures) + num_succeeded < self.num_nodes - 1
+            if not is_needed and (failures or not is_cause_unknown):
                 break
             time.sleep(_BEAT_SECONDS / 2)
         if is_cause_unknown:
@@ -210,13 +216,6 @@ class LauncherGroup:
                     show(f"{self.title}: {failure}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
-
-    def _can_leave(self) -> bool:
-        """Return whether the others do not need this machine: the store ends with node 0, which has to be the last."""
-        if self.rank > 0:
-            return True
-        succeeded = [rank for rank, record in self._other_nodes() if record["end"] and not record["end"]["code"]]
-        return len(self._failures()) + len(succeeded) == self.num_nodes - 1
 
     def _exchange_until_leaving(self) -> None:
         """Exchange records every second until ``leave`` is called; runs in a thread."""
@@ -260,31 +259,27 @@ class LauncherGroup:
             self._store_error = "another run uses this address now"
 
     def _connect(self) -> TCPStore:
-        """Connect to the store of node 0; the first time on node 0, create it.
+        """Connect to the store of node 0; the first time on node 0, create it, or set ``_port_error`` if that fails.
 
         Before that, try plain sockets: if the port is in use or nobody answers, torch would print a stack trace.
         """
-        with contextlib.ExitStack() as sockets:
-            if self.rank == 0 and not self._serves_store:
-                sockets.enter_context(self._listen())
-            sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
         is_server = self.rank == 0
+        with contextlib.ExitStack() as sockets:
+            try:
+                if is_server and not self._serves_store:
+                    sockets.enter_context(socket.create_server(("", self.port)))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    self._port_error = ConfigError(
+                        f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
+                        "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
+                    )
+                raise
+            sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
         self._serves_store = is_server
         timeout = timedelta(seconds=_STORE_SECONDS)
         options = {"wait_for_workers": False, "multi_tenant": True}  # torchrun shares this server
         return TCPStore(self.address, self.port, is_master=is_server, timeout=timeout, **options)
-
-    def _listen(self) -> socket.socket:
-        """Return a plain server at the port; sets ``_port_error`` and raises an OSError if the port is in use."""
-        try:
-            return socket.create_server(("", self.port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                self._port_error = ConfigError(
-                    f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
-                    "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
-                )
-            raise
 
     def _read_records(self, store: TCPStore) -> None:
         """Read all records into ``_state``, on node 0. Once all launchers are live with equal settings, the run begins.
@@ -292,23 +287,18 @@ class LauncherGroup:
         ``_state["met"]`` then has their ids, which stay the same. A record's ``beat`` counts its updates; ``silent`` is
         the time since the last one in seconds.
         """
-        nodes = {}
+        nodes, now = {}, time.monotonic()
         for rank in map(str, range(self.num_nodes)):
             if store.check([_RECORD_KEY + rank]):
                 record = load_json(store.get(_RECORD_KEY + rank))
-                nodes[rank] = record | {"silent": self._seconds_since_update(rank, record)}
+                id_and_beat = record["id"], record["beat"]
+                if rank not in self._seen or self._seen[rank][0] != id_and_beat:
+                    self._seen[rank] = id_and_beat, now
+                _, changed_at = self._seen[rank]
+                nodes[rank] = record | {"silent": now - changed_at}
         self._state["nodes"] = nodes
         if self._state["met"] is None and not self._missing_nodes() and not self._unequal_settings():
             self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
-
-    def _seconds_since_update(self, rank: str, record: dict[str, Any]) -> float:
-        """Return the seconds since the launcher of node ``rank`` wrote another record than before."""
-        now = time.monotonic()
-        id_and_beat = record["id"], record["beat"]
-        if rank not in self._seen or self._seen[rank][0] != id_and_beat:
-            self._seen[rank] = id_and_beat, now
-        _, changed_at = self._seen[rank]
-        return now - changed_at
 
     def _missing_nodes(self) -> list[int]:
         """Return the numbers of the machines without a live launcher."""
@@ -351,13 +341,11 @@ class LauncherGroup:
         """Describe the event that this launcher waits for, or the failure of other machines; empty for none."""
         if self._have_all_met.is_set():
             return "; ".join(self._failures().values())
+        if self._store is None and self.rank == 0:  # node 0 itself serves the store at its address
+            return f"waiting for MASTER_ADDR={self.address} to lead to this machine: {self._store_error}"
         if self._store is None:
-            condition = f"node 0 at {self.store_address}"
-            if self.rank == 0:  # which serves the store itself, so the address is that of another machine
-                condition = f"MASTER_ADDR={self.address} to lead to this machine"
-            return f"waiting for {condition}: {self._store_error}"
-        others_have_started = self._state["met"] is not None  # with another launcher instead of this one
-        if others_have_started:
+            return f"waiting for node 0 at {self.store_address}: {self._store_error}"
+        if self._state["met"] is not None:  # all have met, but with another launcher in the place of this one
             record = self._state["nodes"][str(self.rank)]
             other_launcher = f"another NODE_RANK={self.rank} ({record['host']})"
             return f"waiting for the next run: the one at {self.store_address} has started with {other_launcher}"
@@ -369,12 +357,17 @@ class LauncherGroup:
 
     def _print_status(self) -> None:
         """Print what this launcher waits for, if anything: after 5 seconds, then less often, at least once a minute."""
-        status = self._status()
+        status, now = self._status(), time.monotonic()
         if not status:
-            self._wait_timer.stop()
+            self._waiting_since = None
             return
-        seconds = self._wait_timer.seconds_if_due(time.monotonic())
-        if seconds is not None:
+        if self._waiting_since is None:
+            self._waiting_since, self._line_interval = now, _FIRST_LINE_SECONDS
+            self._next_line_at = now + self._line_interval
+        if now >= self._next_line_at:
+            self._line_interval = min(2 * self._line_interval, _MAX_LINE_SECONDS)
+            self._next_line_at = now + self._line_interval
+            seconds = now - self._waiting_since
             show(f"{self.title}: {status} ({seconds:.0f} s of at most {self.limit:g}: {_OPTION})", error=True)
             self._last_status = status
 
@@ -393,49 +386,15 @@ class LauncherGroup:
             self._failure_seen_at = now
         if self._has_started_ranks and not has_ranks:
             return  # they have ended, and torchrun is about to return
-        seconds_late = now - self._failure_seen_at - self._grace_seconds(has_ranks)
-        if seconds_late < 0:
-            return
-        if has_ranks:
-            _signal_ranks(signal.SIGTERM if seconds_late < _GRACE_SECONDS else signal.SIGKILL)
-        else:
+        # A machine that only does not answer may come back, so that ranks may continue; one with an exit code does not.
+        has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
+        is_final = has_exit_code or not has_ranks
+        deadline = self._failure_seen_at + (min(_GRACE_SECONDS, self.limit) if is_final else self.limit)
+        if now >= deadline and has_ranks:
+            _signal_ranks(signal.SIGTERM if now < deadline + _GRACE_SECONDS else signal.SIGKILL)
+        elif now >= deadline:
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
-
-    def _grace_seconds(self, has_ranks: bool) -> float:
-        """Return the seconds after another machine's failure in which this one may still continue or end itself."""
-        # A machine that only does not answer may come back; one with an exit code does not.
-        has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
-        if has_exit_code or not has_ranks:
-            return min(_GRACE_SECONDS, self.limit)
-        return self.limit
-
-
-class _WaitTimer:
-    """Times the lines about a wait: the first after 5 seconds, then less often, at least one in a minute."""
-
-    def __init__(self, now: float) -> None:
-        self._start(now)
-
-    def _start(self, now: float) -> None:
-        self._is_waiting = True
-        self._waiting_since = now
-        self._interval = _FIRST_LINE_SECONDS
-        self._next_line_at = now + self._interval
-
-    def stop(self) -> None:
-        """End the wait."""
-        self._is_waiting = False
-
-    def seconds_if_due(self, now: float) -> float | None:
-        """Return the seconds that the wait has lasted if a line is due, else None. Without a wait, one begins now."""
-        if not self._is_waiting:
-            self._start(now)
-        if now < self._next_line_at:
-            return None
-        self._interval = min(2 * self._interval, _MAX_LINE_SECONDS)
-        self._next_line_at = now + self._interval
-        return now - self._waiting_since
 
 
 def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
@@ -492,7 +451,11 @@ def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[in
     try:
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
-        rank, failure = _first_failure(error)
+        rank, failure = error.get_first_failure()
+        # If a rank was killed, the others fail too, and torchrun may notice one of them first: take the killed one.
+        for failed_rank, rank_failure in error.failures.items():
+            if rank_failure.exitcode < 0 and rank_failure.exitcode != -signal.SIGTERM:
+                rank, failure = failed_rank, rank_failure
         code = int(failure.exitcode)
         signal_of_rank = -code if code < 0 else 0  # 0 for none, as in the next line
         forwarded_signal = forwarder.received
@@ -509,18 +472,6 @@ def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[in
         show(f"packtool: {reason}; all others were stopped.\n{advice}", error=True)
         return _SIGNAL_BASE + signal_of_rank, reason
     return 0, ""
-
-
-def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return the rank that caused the failure of a run, and its failure.
-
-    If a rank was killed, the others fail too, and torchrun may notice one of them first: take the killed one.
-    """
-    rank, failure = error.get_first_failure()
-    for failed_rank, rank_failure in error.failures.items():
-        if rank_failure.exitcode < 0 and rank_failure.exitcode != -signal.SIGTERM:
-            rank, failure = failed_rank, rank_failure
-    return rank, failure
 
 
 def run_launcher(arguments: Sequence[str]) -> int:

@@ -127,15 +127,13 @@ class Batches(Dataset[dict[str, Any]]):
             min_shared=self._caches.min_shared,
             pad_to_multiple_of=self._run.length_multiple,
         )
-        self._planned_epoch = lru_cache(maxsize=2)(self._plan_epoch)  # keeps two epochs, for steps around their border
+        self._planned_epoch = lru_cache(maxsize=2)(self._plan_epoch)  # two, for steps around the end of an epoch
         # Micro-batches are numbered from the step at which packs were last assigned to ranks.
-        self._first_step = 0
-        if self._run.state.assignments:
-            self._first_step, *_ = self._run.state.assignments[-1]
+        self._first_step = self._run.state.all_assignments[-1].first_step
         self._first_epoch, _ = self._timeline.locate(self._first_step)
         self._epoch_offsets, self._epoch_starts, self.micro_batches_per_step = self._count_micro_batches()
-        self._first_number = 0  # of the next iteration
-        self._num_returned = 0  # number of the micro-batch after the last that an iteration returned
+        self._first_number = 0  # of the micro-batch with which the next iteration starts
+        self._num_returned = 0  # number of micro-batches up to the last one that an iteration returned
 
     @property
     def num_steps(self) -> int:
@@ -204,7 +202,8 @@ class Batches(Dataset[dict[str, Any]]):
                 number of ranks has changed.
         """
         try:
-            saved_run = _run_state(state["run"])
+            assignments = tuple(Assignment(*each) for each in state["run"]["assignments"])  # JSON makes lists of tuples
+            saved_run = RunState(**{**state["run"], "assignments": assignments})
             micro_batch = int(state["micro_batch"])
             counts_all_ranks = bool(state["of_all_ranks"])
             ends_step = bool(state["ends_step"])
@@ -312,7 +311,7 @@ class Batches(Dataset[dict[str, Any]]):
             weights=batch.loss_weights,
             positions=label_positions(batch),
             num_targets=batch.num_target_tokens,
-            num_items=int(loss_divisors[step_in_epoch]),  # of the step, not of this micro-batch
+            num_items=int(loss_divisors[step_in_epoch]),  # the divisor of the whole step, not of this micro-batch
             world_size=self.plan.world_size,
             step=self._epoch_starts[epoch - self._first_epoch] + step_in_epoch,
             ends_step=micro_batch + 1 == self._num_micro_batches(epoch, step_in_epoch),
@@ -320,8 +319,8 @@ class Batches(Dataset[dict[str, Any]]):
         return {
             **batch.model_inputs(),
             "logits_to_keep": targets.positions,
-            # ``batch.labels`` are shifted: the label of a token is the next token. Rolling undoes this; the last label,
-            # which becomes the first, is always -100.
+            # ``batch.labels`` are shifted: the label of a token is the next token, and the last label is -100. Rolling
+            # gives each token its own label, and the first one -100.
             "labels": batch.labels.roll(1, dims=1),
             "shift_labels": batch.labels,
             "targets": targets,
@@ -337,7 +336,7 @@ class Batches(Dataset[dict[str, Any]]):
 
 
 def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of the training run that has these batches: those of the plan, replaced by ``options``.
+    """Return the settings with which ``packtool train`` would train these batches: the plan's, updated by ``options``.
 
     ConfigError for a plan or an option that ``Batches`` does not support.
     """
@@ -356,16 +355,12 @@ def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> 
             f"max_steps={options['max_steps']}: the plan has stages, whose lengths depend on max_steps",
             "Pass the same max_steps to packtool.plan.",
         )
-    train_fields = {field.name for field in fields(TrainConfig)}
-    plan_options = {}  # those that were given, as far as ``packtool train`` has them
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in train_fields and value != field.default:
-            plan_options[field.name] = value
-    model = model or config.model or str(reader.manifests[0].identity.spec["model"])
-    return settings_of(
-        TrainConfig, {**plan_options, "model": model, "output_dir": "", "eval_strategy": "no", **options}
-    )
+    train_names = {field.name for field in fields(TrainConfig)}
+    plan_defaults = {field.name: field.default for field in fields(config) if field.name in train_names}
+    settings = {name: getattr(config, name) for name, value in plan_defaults.items() if getattr(config, name) != value}
+    settings["model"] = model or config.model or str(reader.manifests[0].identity.spec["model"])
+    settings |= {"output_dir": "", "eval_strategy": "no", **options}  # batches write nothing and evaluate nothing
+    return settings_of(TrainConfig, settings)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -391,9 +386,3 @@ def _rank_in_plan(plan: Plan, rank: int | Literal["all"] | None) -> int | Litera
     if rank != "all" and (not isinstance(rank, int) or not 0 <= rank < plan.world_size):
         raise ConfigError(f'rank {rank}: the plan has ranks 0 to {plan.world_size - 1}, or "all"')
     return rank
-
-
-def _run_state(run_fields: Mapping[str, Any]) -> RunState:
-    """Return the state of a run from its fields, in which JSON has made lists of tuples."""
-    assignments = tuple(Assignment(*each) for each in run_fields["assignments"])
-    return RunState(**{**run_fields, "assignments": assignments})

@@ -73,11 +73,10 @@ class PlannedSteps(Sequence[PlannedStep]):
             return [self[each] for each in range(*number.indices(len(self)))]
         step = number + len(self) if number < 0 else number
         steps = self._plan.steps
-        micro_batches = range(steps.num_micro_batches(step))  # of each rank
         packs = tuple(
             tuple(
                 tuple(tuple(pack.tolist()) for pack in self._plan.samples(step, rank, micro_batch))
-                for micro_batch in micro_batches
+                for micro_batch in range(steps.num_micro_batches(step))
             )
             for rank in range(steps.world_size)
         )

@@ -41,7 +41,8 @@ from packtool.rows.sample import Dropped
 from packtool.storage import AtomicFile
 
 FORMAT = "packtool packs 1"
-_SHARED_REMEDY = "Plan again with --share-prefix false: written packs contain full samples."
+
+_UNSHARED = "Plan again with --share-prefix false: written packs contain full samples."
 SUFFIXES: dict[PacksFormat, str] = {
     "parquet": ".parquet",
     "arrow": ".arrow",
@@ -153,26 +154,20 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
     Raises a ConfigError for a sample with loss weights other than 0 and 1.
     """
     for sample in pack.samples:
-        _check_megatron_weights(sample)
+        scale = np.ones(0) if sample.loss_scale is None else sample.loss_scale[sample.labels != IGNORE_INDEX]
+        unsupported = np.unique(scale[(scale != 0) & (scale != 1)])
+        if len(unsupported):
+            raise ConfigError(
+                f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
+                f"{sample.source} has {unsupported[0]:g}",
+                "Export with a --loss-scale without weights, or choose another --format.",
+            )
     is_target = pack.labels != IGNORE_INDEX  # False for the first token of each sample
     weights = pack.loss_scale
     if weights is not None:
         is_target &= weights != 0
     loss_mask = np.append(is_target[1:], False).astype(np.uint8)
     return {"input_ids": pack.input_ids, "loss_mask": loss_mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
-
-
-def _check_megatron_weights(sample: EncodedSample) -> None:
-    if sample.loss_scale is None:
-        return
-    target_weights = sample.loss_scale[sample.labels != IGNORE_INDEX]
-    unsupported = np.unique(target_weights[(target_weights != 0) & (target_weights != 1)])
-    if len(unsupported):
-        raise ConfigError(
-            f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
-            f"{sample.source} has {unsupported[0]:g}",
-            "Export with a --loss-scale without weights, or choose another --format.",
-        )
 
 
 def _write_table(
@@ -382,28 +377,19 @@ class _Packing(NamedTuple):
 def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
     """Take the packs of ``--plan``, or pack all samples that are not too long."""
     if config.plan is not None:
-        return _read_packing(config.plan, reader)
+        saved = read_plan_of(reader, config.plan)
+        if saved.shared_tokens is not None:
+            raise ConfigError(f"--plan {config.plan} has shared prefixes, which packs in files cannot have", _UNSHARED)
+        return _Packing(saved.samples, saved.offsets, saved.capacity, len(reader) - len(np.unique(saved.samples)))
     lengths = reader.index.length
-    longest = int(lengths.max())
-    max_length = min(config.max_length or longest, config.packing_length or longest)
+    max_length = min(limit or int(lengths.max()) for limit in (config.max_length, config.packing_length))
     kept = np.flatnonzero(lengths <= max_length)  # positions in the caches
     if not len(kept):
         problem = f"all {len(lengths):,} samples are longer than {max_length:,} tokens"
         raise DataError(problem, "Raise --packing-length and --max-length.")
     capacity = config.packing_length or max_length
     plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=reader.index.media_tokens[kept])
-    samples = kept[plan.samples]  # the plan numbers only the kept samples
-    return _Packing(samples, plan.offsets, packing_length=capacity, num_filtered=len(lengths) - len(kept))
-
-
-def _read_packing(path: str, reader: CacheReader) -> _Packing:
-    """Read the packs of a saved plan of the reader's caches."""
-    saved = read_plan_of(reader, path)
-    if saved.shared_tokens is not None:
-        problem = f"--plan {path} has shared prefixes, which packs in files cannot have"
-        raise ConfigError(problem, _SHARED_REMEDY)
-    num_filtered = len(reader) - len(np.unique(saved.samples))
-    return _Packing(saved.samples, saved.offsets, packing_length=saved.capacity, num_filtered=num_filtered)
+    return _Packing(kept[plan.samples], plan.offsets, capacity, num_filtered=len(lengths) - len(kept))
 
 
 def _load_spec(config: PackConfig, manifest: Manifest) -> InputSpec:
@@ -481,20 +467,15 @@ def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[E
     rows = [[sample] for sample in samples]  # one sample in each row
     for group in embed_media(rows, policies, drop=_refuse):
         for sample in chain.from_iterable(group):
-            for medium in (*sample.images, *sample.audios, *sample.videos):
-                _check_is_media(medium, sample)
+            for medium in sample.media:
+                for path, data in files_of(medium):
+                    if data is not None and not is_media(data):
+                        raise MediaError(
+                            f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or "
+                            "audio file, so it is not copied into the packs",
+                            "Use --media reference, which copies no media.",
+                        )
             yield sample
-
-
-def _check_is_media(medium: Any, sample: EncodedSample) -> None:
-    """Check the bytes of a sample's image, video or sound."""
-    for path, data in files_of(medium):
-        if data is not None and not is_media(data):
-            raise MediaError(
-                f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or audio "
-                "file, so it is not copied into the packs",
-                "Use --media reference, which copies no media.",
-            )
 
 
 def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:

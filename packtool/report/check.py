@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from packtool import storage
@@ -12,7 +12,7 @@ from packtool.cache.manifest import ExportSummary
 from packtool.config.codes import reason_codes
 from packtool.config.commands import CheckConfig
 from packtool.config.settings import load_json
-from packtool.report.tables import export_figures, percent
+from packtool.report.tables import Figures, export_figures, percent
 from packtool.rows.source import format_of
 from packtool.terminal import escape_line
 
@@ -65,7 +65,7 @@ def _has_row_per_line(path: str) -> bool:
     return file_format[0] in ("jsonl", "txt")
 
 
-def verdict(figures: Mapping[str, Any], config: CheckConfig) -> str:
+def verdict(figures: Figures, config: CheckConfig) -> str:
     """Return a sentence about the numbers of dropped and, with ``--max-overlap``, of overlapping rows."""
     checks = [("num_dropped", "num_allowed", "are dropped", f"--max-dropped {config.max_dropped}")]
     if config.max_overlap is not None:
@@ -78,55 +78,44 @@ def verdict(figures: Mapping[str, Any], config: CheckConfig) -> str:
     )
 
 
-def markdown_lines(figures: Mapping[str, Any], config: CheckConfig) -> list[str]:
-    """Return the summary as Markdown."""
+_SUMMARY = """\
+# packtool check: {title}
+
+{verdict}.
+
+| figure | value |
+|---|---:|
+| rows | {num_rows:,} |
+| samples | {num_samples:,} |
+| truncated samples | {truncated:,} |
+| tokens | {tokens:,} |
+| target tokens | {target_tokens:,} |
+| media tokens | {media_tokens:,} |
+| tokens per sample, p50 / p90 / p99 / max | {lengths} |"""
+_REASONS_HEADING = ("", "| code | reason | rows | first row | remedy |", "|---|---|---:|---|---|")
+
+
+def markdown_lines(figures: Figures, config: CheckConfig) -> list[str]:
+    """Return the summary as Markdown, with a table of the reasons of dropped rows, the most frequent first."""
     title = "passed" if figures["passed"] else "failed"
-    lines = [
-        f"# packtool check: {title}",
-        "",
-        f"{verdict(figures, config)}.",
-        "",
-        "| figure | value |",
-        "|---|---:|",
-    ]
-    lines += [f"| {name} | {value} |" for name, value in _markdown_values(figures)]
-    if figures["dropped"]:
-        lines += ["", "| code | reason | rows | first row | remedy |", "|---|---|---:|---|---|"]
-        lines += _reason_lines(figures)
-    return lines
-
-
-def _markdown_values(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     lengths = " / ".join(f"{number:,}" for number in figures["length"].values())
-    return [
-        ("rows", f"{figures['num_rows']:,}"),
-        ("samples", f"{figures['num_samples']:,}"),
-        ("truncated samples", f"{figures['truncated']:,}"),
-        ("tokens", f"{figures['tokens']:,}"),
-        ("target tokens", f"{figures['target_tokens']:,}"),
-        ("media tokens", f"{figures['media_tokens']:,}"),
-        ("tokens per sample, p50 / p90 / p99 / max", lengths),
-    ]
-
-
-def _reason_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line of a Markdown table for each reason of dropped rows, the most frequent first."""
-    first_rows: dict[str, Mapping[str, Any]] = {}
-    for row in figures["dropped_rows"]:
-        first_rows.setdefault(row["reason"], row)
+    values = {**figures, "title": title, "verdict": verdict(figures, config), "lengths": lengths}
+    lines = _SUMMARY.format_map(values).splitlines() + [*_REASONS_HEADING] * bool(figures["dropped"])
+    first_rows = {row["reason"]: row for row in reversed(figures["dropped_rows"])}
     for reason, count in sorted(figures["dropped"].items(), key=lambda item: -item[1]):
         code = reason_codes()[reason]
         first_row = first_rows.get(reason)
         example = "" if first_row is None else f"{_place(first_row)}: {first_row['detail']}"
-        yield f"| {code.code} | {reason} | {count:,} | {_cell(example)} | {_cell(code.remedy)} |"
+        lines.append(f"| {code.code} | {reason} | {count:,} | {_cell(example)} | {_cell(code.remedy)} |")
+    return lines
 
 
-def _place(row: Mapping[str, Any]) -> str:
+def _place(row: Figures) -> str:
     """Return file and line of a dropped row, or its number if lines are unknown."""
     return f"{_shown_path(row)}:{row['line']}" if row["line"] else f"{_shown_path(row)}, row {row['row']}"
 
 
-def _shown_path(row: Mapping[str, Any]) -> str:
+def _shown_path(row: Figures) -> str:
     """Return the path of a row's file from the working directory, as GitHub and GitLab need it."""
     path = str(row["source"])
     if storage.is_remote(path):
@@ -143,7 +132,7 @@ def _cell(text: str) -> str:
     return line
 
 
-def github_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+def github_lines(figures: Figures) -> Iterator[str]:
     """Yield workflow commands that attach dropped rows to lines: errors, or warnings of a check that passed."""
     level = "warning" if figures["passed"] else "error"
     for row in figures["dropped_rows"][:_MAX_ANNOTATIONS]:
@@ -152,7 +141,7 @@ def github_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"::{level} file={file}{line},title={title}::{_command_text(_message(row))}"
 
 
-def _message(row: Mapping[str, Any]) -> str:
+def _message(row: Figures) -> str:
     return str(row["detail"]) if row["line"] else f"row {row['row']}: {row['detail']}"
 
 
@@ -165,7 +154,7 @@ def _property(text: str) -> str:
     return _command_text(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def gitlab_report(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+def gitlab_report(figures: Figures) -> list[dict[str, Any]]:
     """Return GitLab's code quality report, an issue for each dropped row."""
     issues = []
     for row in figures["dropped_rows"]:

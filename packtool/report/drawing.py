@@ -20,25 +20,6 @@ from markupsafe import Markup, escape
 from packtool.constants import VERSION
 from packtool.terminal import escape_line
 
-PAGE_COLOURS = {
-    "back": ("#f6f5f1", "#101417"),
-    "panel": ("#fff", "#191f23"),
-    "ink": ("#1b2126", "#e8ecee"),
-    "soft": ("#5b6670", "#a3aeb6"),
-    "line": ("#e3e1da", "#2b343a"),
-    "axis": ("#a9aeb2", "#5b676f"),
-    "accent": ("#0f766e", "#4cc2b5"),
-    "wait": ("#d3d6d8", "#46525a"),
-    "prefix": ("#3f4b55", "#c3ccd2"),
-    "waste": ("#c98f2b", "#c0923a"),
-    "c0": ("#0f766e", "#3fb0a4"),
-    "c1": ("#d0743c", "#dd8d58"),
-    "c2": ("#5569b8", "#8195dc"),
-    "c3": ("#b0497a", "#cf6f9a"),
-    "c4": ("#84943a", "#a3b658"),
-    "c5": ("#8a8f98", "#8a939b"),
-}
-"""Colors of pages in light and in dark mode."""
 CURVE_COLOURS = {
     "ink": "#111827",
     "grey": "#4b5563",
@@ -107,7 +88,9 @@ class Axis:
             last_multiple = math.floor(high / step + 1e-9)
             values = [i * step for i in range(first_multiple, last_multiple + 1)]
         spacing = values[1] - values[0] if len(values) > 1 else 1.0  # a single tick has no spacing
-        num_decimals = _num_decimals(spacing)
+        num_decimals = 0  # the fewest that represent the spacing exactly, at most 4
+        while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
+            num_decimals += 1
         ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
         return cls(name, low, values[-1] if extend else high, ticks)
 
@@ -120,17 +103,10 @@ class Axis:
             values = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
             ticks = [(value, _label(value, 1, 0)) for value in values[::every_nth]]
             axis = cls(name, low, high, ticks, is_log=True)
-            if not axis._labels_overlap():
+            neighbors = pairwise(axis.tick_positions)  # (position, label) of each tick and of the next one
+            if all(right - left > _LETTER_WIDTH * (len(a + b) / 2 + 1) for (left, a), (right, b) in neighbors):
                 break
         return axis
-
-    def _labels_overlap(self) -> bool:
-        """Return whether the labels of neighboring ticks overlap on a narrow phone."""
-        for (left, left_label), (right, label) in pairwise(self.tick_positions):
-            num_letters = len(left_label + label)
-            if right - left <= _LETTER_WIDTH * (num_letters / 2 + 1):
-                return True
-        return False
 
     def position(self, value: float) -> float:
         """Return the position of a value, in units."""
@@ -153,14 +129,6 @@ def _round_step(min_step: float, *, integers: bool) -> float:
         if is_large_enough and (not integers or step == int(step)):
             return step
     return 1.0
-
-
-def _num_decimals(spacing: float) -> int:
-    """Return the fewest decimals that represent the distance between ticks exactly, at most 4."""
-    num_decimals = 0
-    while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
-        num_decimals += 1
-    return num_decimals
 
 
 def _label(value: float, spacing: float, num_decimals: int) -> str:
@@ -277,11 +245,6 @@ class Chart:
         *grid, axis = (Path([[(0, y), (AXIS_LENGTH, y)]], style) for y, style in lines)
         return Drawing("drawn", f"{self.y.name} by {self.x.name}", [*grid, *self.shapes, axis])
 
-    @property
-    def gutter(self) -> int:
-        """Width of the labels of the vertical axis, in letters."""
-        return max(len(label) for _, label in self.y.ticks) + 1
-
 
 # Characters inside a long name after which it may wrap.
 _WRAP_AFTER = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
@@ -289,7 +252,7 @@ _WRAP_AFTER = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
 
 def render(template: str, **values: Any) -> str:
     """Render a template of ``templates/`` to text; all values are escaped."""
-    return _environment().get_template(template).render(version=VERSION, colours=PAGE_COLOURS, **values)
+    return _environment().get_template(template).render(version=VERSION, **values)
 
 
 def wrap_in_frame(page: str, title: str) -> str:

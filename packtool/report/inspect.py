@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.progress import Progress
 from packtool.report.regions import PICTURE, ShownRegion, regions_of
+from packtool.report.tables import Figures, Line
 from packtool.terminal import escape_line, escape_text
 from packtool.train.prepare.caches import repair_command
 
@@ -101,7 +102,7 @@ def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
         yield from (row for row in map(load_json, file) if "part" not in row)
 
 
-def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+def figure_lines(figures: Figures) -> list[Line]:
     """Return the figures of ``cache_figures`` as lines of a table."""
     lines = [
         ("model", f"{figures['model_type']}, {figures['model']}"),
@@ -117,7 +118,7 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines + _dropped_lines(figures)
 
 
-def _dropped_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _dropped_lines(figures: Figures) -> list[Line]:
     """Return the lines on parts of rows that were left out, and on dropped rows with examples for each reason."""
     lines = []
     if figures["parts_left_out"]:
@@ -131,7 +132,7 @@ def _dropped_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _split_lines(name: str, split: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _split_lines(name: str, split: Figures) -> list[Line]:
     """Return the lines on the samples and tokens of a split."""
     num_rows = split["num_samples"] - split["pieces_added"]  # a row that was split has added further samples
     rows = f" from {num_rows:,} rows" if split["pieces_added"] else ""
@@ -172,9 +173,7 @@ def marked_text(parts: Iterable[Part]) -> str:
     return escape_text("".join(texts))
 
 
-def sample_view(
-    directory: str, split: str, row: int, model: str | None = None
-) -> tuple[list[tuple[str, str]], list[Part]]:
+def sample_view(directory: str, split: str, row: int, model: str | None = None) -> tuple[list[Line], list[Part]]:
     """Return facts about a sample of a cache as (name, value), and its decoded parts.
 
     ``row`` is the sample's position in the split. ``model`` is the directory with the tokenizer, by default the
@@ -193,7 +192,7 @@ def sample_view(
     return facts, parts
 
 
-def _sample_facts(sample: EncodedSample) -> list[tuple[str, str]]:
+def _sample_facts(sample: EncodedSample) -> list[Line]:
     """Return the origin and the numbers of tokens of a sample as (name, value)."""
     num_trained = int((sample.labels != IGNORE_INDEX).sum())
     facts = [("source", f"{sample.source}, row {sample.row}")]
@@ -226,18 +225,12 @@ class Decoder:
         """Return the parts of a sample in order, with one for truncated tokens; a cache stores only their number."""
         parts = list(self._kept_parts(sample))
         if sample.num_truncated:
-            text = f"[{sample.num_truncated:,} tokens of {self._removed_text()} were truncated]"
+            end = {"left": "its beginning", "right": "its end"}.get(self._truncation_strategy)
+            places = [*([end] if end else []), *(["its oldest media"] if self._trims_media or not end else [])]
+            text = f"[{sample.num_truncated:,} tokens of {', or of '.join(places)} were truncated]"
             position = len(parts) if self._truncation_strategy == "right" else 0
             parts.insert(position, Part("truncated", text))
         return parts
-
-    def _removed_text(self) -> str:
-        """Name what the export's truncation strategy removes from a sample."""
-        removed_media = "its oldest media"
-        if self._truncation_strategy not in ("left", "right"):
-            return removed_media
-        end = "its beginning" if self._truncation_strategy == "left" else "its end"
-        return f"{end}, or of {removed_media}" if self._trims_media else end
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
         """Yield the parts of a sample that were not truncated: a medium each, or text of one style and weight."""
@@ -362,7 +355,7 @@ def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
     }
 
 
-def damage_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+def damage_lines(figures: Figures) -> Iterator[str]:
     """Yield the output of ``packtool inspect --verify``."""
     gb_per_second = figures["bytes"] / 1e9 / figures["seconds"] if figures["seconds"] else 0.0
     size = f"{figures['bytes'] / 1e6:,.1f} MB read at {gb_per_second:.1f} GB/s"
@@ -387,9 +380,10 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     exported with; it is read only to locate media in shared prefixes.
 
     Returns:
-        figures of the pack. ``prefixes`` and ``samples`` list its shared prefixes and the tokens that each sample adds.
-        Each entry has its tokens in the pack (``start`` to ``end`` - 1), the first and last position of these tokens in
-        their samples, the number of the ``prefix`` that it continues, and the ``trained`` ranges of tokens in the pack.
+        figures of the pack; ``tokens_without`` is its number of tokens if no prefix were shared. ``prefixes`` lists its
+        shared prefixes, ``samples`` the tokens that each sample adds to these. An entry has ``start`` and ``end``, the
+        range of its tokens in the pack; the first and last of their ``positions`` in each of its samples; the number of
+        the ``prefix`` that it continues, or None; and the ``trained`` ranges of tokens in the pack.
     """
     reader = CacheReader.open([directory])
     saved_plan = read_plan_of(reader, plan)
@@ -479,7 +473,7 @@ def _origin_figures(number: int, sample: EncodedSample) -> dict[str, Any]:
     return {"sample": number, "source": sample.source, "row": sample.row, "part": part}
 
 
-def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
+def pack_lines(pack: Figures) -> Iterator[str]:
     """Yield the output of ``packtool inspect --pack`` for a result of ``pack_figures``; shared prefixes are trees."""
     num_tokens = pack["tokens"]
     num_unshared = pack["tokens_without"]
@@ -489,7 +483,7 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
     yield from _tree_lines(sorted([*pack["prefixes"], *pack["samples"]], key=lambda node: node["start"]))
 
 
-def _tree_lines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _tree_lines(nodes: Sequence[Figures]) -> Iterator[str]:
     """Yield the lines of trees of prefixes and samples, parents first.
 
     A node's parent is the prefix with the number ``node["prefix"]``, or None.
@@ -516,7 +510,7 @@ def _tree_lines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"  {indent_below}{'│  ' if is_prefix else '    '}{details}"
 
 
-def _node_name(node: Mapping[str, Any]) -> str:
+def _node_name(node: Figures) -> str:
     """Describe a shared prefix, or the tokens that a sample adds to it."""
     first, last = node["positions"]
     num_tokens = last - first + 1
@@ -531,7 +525,7 @@ def _node_name(node: Mapping[str, Any]) -> str:
     return name
 
 
-def _node_details(node: Mapping[str, Any]) -> str:
+def _node_details(node: Figures) -> str:
     """Return the trained ranges and the media of a node; "" if it has neither."""
     details = list(node["media"])
     if node["trained"]:

@@ -10,7 +10,7 @@ A sample's first and last loss are those of the first and last epoch that traine
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError
 from packtool.planning.pack_plan import Int64Array
 from packtool.report.drawing import plural
-from packtool.report.tables import aligned
+from packtool.report.tables import Figures, aligned
 from packtool.rows.sample import RowPart
 from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import run_directory
@@ -48,15 +48,15 @@ class RunLosses:
 
     def __init__(self, directory: str) -> None:
         self.run = run_directory(directory)
-        directories = dict.fromkeys(cache for cache, _, _ in read_history(self.run)[-1].caches)
+        directories = dict.fromkeys(cache for cache, _, _ in read_history(self.run)[-1].caches)  # as last resumed
         self.reader = CacheReader.open([*directories])
-        untrained = [np.full(num_samples, np.nan) for num_samples in np.diff(self.reader.offsets)]
         fingerprints = [manifest.fingerprint for manifest in self.reader.manifests]
+        no_losses = [np.full(num_samples, np.nan) for num_samples in np.diff(self.reader.offsets)]  # of each cache
         self.losses: dict[int, npt.NDArray[np.float32]] = {}
-        for epoch, by_cache in losses_by_epoch(os.path.join(self.run, HISTORY)).items():
-            columns = [by_cache.get(name, none) for name, none in zip(fingerprints, untrained, strict=True)]
-            self.losses[epoch + 1] = np.concatenate(columns).astype(np.float32)
-        self.first = self.last = np.concatenate(untrained).astype(np.float32)
+        for epoch, losses_of_caches in losses_by_epoch(os.path.join(self.run, HISTORY)).items():
+            columns = map(losses_of_caches.get, fingerprints, no_losses)
+            self.losses[epoch + 1] = np.concatenate([*columns]).astype(np.float32)
+        self.first = self.last = np.concatenate(no_losses).astype(np.float32)
         for losses in self.losses.values():
             self.first = np.where(np.isnan(self.first), losses, self.first)
             self.last = np.where(np.isnan(losses), self.last, losses)
@@ -125,7 +125,7 @@ def _descending(values: npt.NDArray[np.float32]) -> Int64Array:
     return np.argsort(-values, kind="stable")[: int((~np.isnan(values)).sum())]
 
 
-def losses_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+def losses_lines(figures: Figures) -> Iterator[str]:
     """Yield the output of ``packtool inspect --losses`` for a result of ``RunLosses.figures``."""
     losses = [f"loss_{epoch}" for epoch in figures["epochs"]]
     for name, title in {"by_source": "source", "by_length": "up to tokens"}.items():
@@ -143,7 +143,7 @@ def losses_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"pages with their media: packtool inspect {escape_line(figures['run'])} --losses --html DIR"
 
 
-def _sample_row(sample: Mapping[str, Any], losses: Sequence[str]) -> tuple[str, ...]:
+def _sample_row(sample: Figures, losses: Sequence[str]) -> tuple[str, ...]:
     """Return the table row of a sample; ``losses`` are the names of its losses, one for each epoch."""
     part = f", {RowPart(**sample['part'])}" if sample["part"] else ""
     origin = f"{sample['cache']} --row {sample['sample']}", f"row {sample['row']} of {sample['source']}{part}"

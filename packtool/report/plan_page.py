@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +19,9 @@ from packtool.planning.pack_plan import PackPlan
 from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.report.drawing import AXIS_LENGTH, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
 from packtool.report.plan import plan_lines, times_without_packing
-from packtool.report.tables import Histogram, Line, fill_histogram, length_histogram, percent, source_rows
+from packtool.report.tables import Figures, Histogram, fill_histogram, length_histogram, percent, source_rows
 from packtool.train.prepare.preview import Preview
-from packtool.train.prepare.timeline import Timeline, stage_title
+from packtool.train.prepare.timeline import stage_title
 
 _MAX_PACKS = 20
 _MAX_POINTS = 300  # of the chart of the load balance
@@ -42,17 +42,22 @@ Block = tuple[int, str | None]
 """(tokens, style to draw them in) of a sample or a shared prefix; the style of padding and free space is None."""
 
 
-def page_content(preview: Preview, figures: Mapping[str, Any], command: str, title: str) -> dict[str, Any]:
+def page_content(preview: Preview, figures: Figures, command: str, title: str) -> dict[str, Any]:
     """Collect what ``page`` shows about a plan; ``figures`` is the output of ``packtool plan --json``."""
     packs = preview.plan.full_packs
     balance = preview.plan.summary.balance
     assert balance is not None, "previews are planned with costs"
     padding = figures["padding_of_plain_batches"]
     first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each pack
+    sample_counts = [  # they add up to all samples of the caches
+        ("in the plan", figures["num_distinct_samples"]),
+        ("not drawn in this epoch", figures["not_drawn"]),
+        ("longer than --max-length" if figures["sources"] is None else "too long or too short", figures["filtered"]),
+    ]
     return {
         "title": title,
         "headline": _headline(figures),
-        "sample_counts": _sample_counts(figures),
+        "sample_counts": [(name, count) for name, count in sample_counts if count],
         "dropped": _dropped_counts(preview),
         "lengths": length_histogram(packs.full_lengths),
         "capacity": packs.capacity,
@@ -67,28 +72,21 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
         "balance": (_maxima(balance.steps_before), _maxima(balance.steps)) if preview.options.world_size > 1 else None,
         "processes_per_rank": preview.first_inputs.sequence_parallel_size,
         "shared": _shared_content(packs, figures),
-        "mixture": _mixture_content(preview),
-        "figures": [*plan_lines(figures), *_fingerprints(figures)],
+        "mixture": _mixture_content(preview, figures),
+        "figures": [
+            *plan_lines(figures),
+            ("costs from", str(figures["cost_model"])),
+            ("plan", str(figures["plan_fingerprint"])),
+            *([("caches", str(figures["cache_fingerprint"]))] if figures["cache_fingerprint"] else []),
+        ],
         "commands": [("This page was made by", command)],
     }
-
-
-def _sample_counts(figures: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return (name, count) of the samples in the plan and of those left out, which add up to all of the caches."""
-    filter_name = "longer than --max-length" if figures["sources"] is None else "too long or too short"
-    counts = [
-        ("in the plan", figures["num_distinct_samples"]),
-        ("not drawn in this epoch", figures["not_drawn"]),
-        (filter_name, figures["filtered"]),
-    ]
-    return [(name, count) for name, count in counts if count]
 
 
 def _dropped_counts(preview: Preview) -> list[tuple[str, int]]:
     """Return (reason, count) of the rows, turns and responses that the exports of the caches dropped."""
     counts = Counter[str]()
-    manifests = [] if preview.inputs.reader is None else preview.inputs.reader.manifests
-    for manifest in manifests:
+    for manifest in [] if preview.inputs.reader is None else preview.inputs.reader.manifests:
         for reason, count in manifest.dropped.items():
             counts[f"dropped at export: {reason}"] += count
         for reason, count in manifest.parts_left_out.items():
@@ -96,29 +94,23 @@ def _dropped_counts(preview: Preview) -> list[tuple[str, int]]:
     return list(counts.items())
 
 
-def _fingerprints(figures: Mapping[str, Any]) -> list[Line]:
-    """Return the cost model and the fingerprints of the plan and, if there are any, of the caches."""
-    lines = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
-    if figures["cache_fingerprint"]:
-        lines.append(("caches", str(figures["cache_fingerprint"])))
-    return lines
-
-
-def _mixture_content(preview: Preview) -> dict[str, Any] | None:
-    """Return the counts of each source in the epoch (with stages, in the run), and its share along the steps."""
-    sources = preview.source_figures  # figures of the epoch by name of the source
+def _mixture_content(preview: Preview, figures: Figures) -> dict[str, Any] | None:
+    """Return the counts of each source and its share along the steps, of the epoch or of all stages of a run."""
     mixture = preview.first_inputs.mixture  # of the first stage, whose sources are those of all stages
     counts = preview.counts_of_steps  # (steps, sources, units), for each unit of ``MixUnit``
-    if sources is None or counts is None or mixture is None:
+    if counts is None or mixture is None:
         return None
-    stages = _stage_content(preview.timeline) if preview.inputs.stages else []
-    if stages:
+    sources = figures["sources"]  # of the epoch, by name
+    stages = []  # start of each stage as a fraction of the run, its title, and a table row for each source
+    if figures["stages"]:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
-        stage_counts = [by_name(stage.source_counts(), stage.mixture) for stage in timeline.stages]
-        sources = share_figures(added(stage_counts))
-    # An interval of the chart has 100 steps, fewer in a short run, more in a very long one.
+        sources = share_figures(added(by_name(stage.source_counts(), stage.mixture) for stage in timeline.stages))
+        for stage in figures["stages"]:
+            _, *stage_rows = source_rows(stage["sources"])  # without the heading
+            stages.append(((stage["first_step"] - 1) / timeline.num_steps, stage_title(stage), stage_rows))
     num_steps = len(counts)
+    # An interval of the chart has 100 steps; fewer in a run of less than 400 steps, more in a run of more than 6,000.
     steps_per_interval = max(min(100, math.ceil(num_steps / 4)), math.ceil(num_steps / _MAX_INTERVALS))
     unit_counts = counts[:, :, UNITS.index(mixture.unit)]  # (steps, sources)
     heading, *rows = source_rows(sources)
@@ -132,16 +124,6 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
         "stages": stages,
         "of": "run" if stages else "epoch",
     }
-
-
-def _stage_content(timeline: Timeline) -> list[tuple[float, str, list[tuple[str, ...]]]]:
-    """Return the start of each stage as a fraction of the run, its title, and a table row for each source."""
-    stages = []
-    for stage in timeline.figures():
-        relative_start = (stage["first_step"] - 1) / timeline.num_steps
-        _, *stage_rows = source_rows(stage["sources"])  # without the heading
-        stages.append((relative_start, stage_title(stage), stage_rows))
-    return stages
 
 
 def _interval_shares(
@@ -161,7 +143,7 @@ def _interval_shares(
     return shares
 
 
-def _headline(figures: Mapping[str, Any]) -> list[Card]:
+def _headline(figures: Figures) -> list[Card]:
     """Return the cards at the top of the page: fill, packs, steps and samples."""
     pack_name = "packs"
     pack_note = f"of {figures['packing_length']:,} tokens each"
@@ -180,7 +162,7 @@ def _headline(figures: Mapping[str, Any]) -> list[Card]:
     ]
 
 
-def _fill_card(figures: Mapping[str, Any]) -> Card:
+def _fill_card(figures: Figures) -> Card:
     """Return the card with the fill of the micro-batches (with Skrull), of the packs, or of the batches."""
     padding = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
     if figures["skrull"] is not None:
@@ -190,7 +172,7 @@ def _fill_card(figures: Mapping[str, Any]) -> Card:
     return percent(figures["fill"]), "fill of the batches (tokens that are not padding)", ""
 
 
-def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, Any] | None:
+def _shared_content(packs: PackPlan, figures: Figures) -> dict[str, Any] | None:
     """Return savings by shared prefixes, and up to two trees as (name, note, branches); None if nothing is shared."""
     savings = figures["shared_prefixes"]
     if savings is None or packs.shared_tokens is None:
@@ -252,17 +234,16 @@ def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
     return np.maximum.reduceat(values, np.arange(0, len(values), group_size)).tolist()
 
 
-def page(content: Mapping[str, Any]) -> str:
+def page(content: Figures) -> str:
     """Return the page as HTML; ``content`` is the result of ``page_content``.
 
     ``sample_counts`` and ``dropped`` are (name, count), and ``packs`` are the branches of some packs. ``balance`` are
     two lists of each step's FLOPs of the slowest rank ÷ mean: with round-robin assignment, and as planned. ``figures``
     are (name, value), where long hexadecimal values are fingerprints.
     """
-    mixture = content["mixture"]
-    balance = content["balance"]
-    sample_counts = content["sample_counts"]
+    mixture, balance, sample_counts = content["mixture"], content["balance"], content["sample_counts"]
     num_cached = sum(count for _, count in sample_counts) or 1  # all samples of the caches; at least 1, to divide by it
+    is_packed = sum(content["lengths"].counts) > sum(content["fills"].counts)  # more samples than packs
     figures = []
     commands = list(content["commands"])  # the page shows fingerprints in the same list, because they are as long
     for name, value in content["figures"]:
@@ -273,9 +254,12 @@ def page(content: Mapping[str, Any]) -> str:
     return render(
         "plan.html",
         plan=content,
-        is_packed=_is_packed(content),
+        is_packed=is_packed,
         num_cached=num_cached,
-        samples=_sample_rows(sample_counts, num_cached),
+        samples=[  # style, name, count, share of all cached samples
+            (_colour(number), name, count, percent(count / num_cached))
+            for number, (name, count) in enumerate(sample_counts)
+        ],
         sample_bar=divided_bar([count for _, count in sample_counts]),
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
@@ -283,28 +267,14 @@ def page(content: Mapping[str, Any]) -> str:
         is_round_robin=balance is None or list(balance[0]) == list(balance[1]),  # balancing has changed nothing
         figures=figures,
         commands=commands,
-        **_pack_drawings(content),
+        **_pack_drawings(content, is_packed=is_packed),
     )
 
 
-def _is_packed(content: Mapping[str, Any]) -> bool:
-    """Return whether there are more samples than packs."""
-    return sum(content["lengths"].counts) > sum(content["fills"].counts)
-
-
-def _sample_rows(sample_counts: Sequence[tuple[str, int]], num_cached: int) -> list[tuple[str, str, int, str]]:
-    """Return (style, name, count, share of all cached samples) of each group of samples."""
-    rows = []
-    for number, (name, count) in enumerate(sample_counts):
-        rows.append((_colour(number), name, count, percent(count / num_cached)))
-    return rows
-
-
-def _pack_drawings(content: Mapping[str, Any]) -> dict[str, Any]:
+def _pack_drawings(content: Figures, *, is_packed: bool) -> dict[str, Any]:
     """Return the histograms and the drawings of packs, of the same samples without packing, and of prefix trees."""
-    packs = content["packs"]
-    capacity = content["capacity"]
-    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if _is_packed(content) else []
+    packs, capacity = content["packs"], content["capacity"]
+    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
     padded_blocks = plain_batches(packs, batch_size=content["without_packing"]["rows"])
     num_padded_tokens = sum(num_tokens for num_tokens, _ in padded_blocks)
     trees = content["shared"]["trees"] if content["shared"] else []
@@ -313,10 +283,11 @@ def _pack_drawings(content: Mapping[str, Any]) -> dict[str, Any]:
         "fills": histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
         "packed": packs_drawing(packs, capacity),
         "padded": blocks_drawing(padded_blocks, capacity),
-        "num_samples": sum(branch.num_samples == 1 for pack in packs for branch in pack),  # each has one such branch
+        # A pack has one branch for each sample, and further ones for prefixes that several samples share.
+        "num_samples": sum(branch.num_samples == 1 for pack in packs for branch in pack),
         "trees": [(name, note, tree_drawing(branches)) for name, note, branches in trees],
-        "num_lines": math.ceil(num_padded_tokens / capacity),  # of the padded samples
-        "max_lines": _MAX_LINES,  # that are drawn
+        "num_lines": math.ceil(num_padded_tokens / capacity),  # that the padded samples need
+        "max_lines": _MAX_LINES,  # of them that are drawn
     }
 
 
@@ -337,12 +308,8 @@ def histogram(
     x = Axis.logarithmic(unit, low, x_stop) if counted.is_log else Axis.linear(unit, low, x_stop, 6, suffix=suffix)
     max_count = max(counted.counts, default=0)
     y = Axis.linear(noun, 0, max_count or 1, num_ticks=4, integers=True, extend=True)
-    shapes: list[Box | Path] = [*_bars(counted, x, y)]
-    notes = []
-    for value, name in drawn_lines:
-        shapes.append(_vertical_line(x, value))
-        notes.append(Note.plain(x.position(value), name))
-    return Chart(x, y, shapes, notes)
+    lines, notes = _vertical_lines(x, drawn_lines)
+    return Chart(x, y, [*_bars(counted, x, y), *lines], notes)
 
 
 def _bars(counted: Histogram, x: Axis, y: Axis) -> list[Box]:
@@ -357,8 +324,11 @@ def _bars(counted: Histogram, x: Axis, y: Axis) -> list[Box]:
     return bars
 
 
-def _vertical_line(x: Axis, value: float) -> Path:
-    return Path([[(x.position(value), 0), (x.position(value), AXIS_LENGTH)]], "mark")
+def _vertical_lines(x: Axis, named_values: Iterable[tuple[float, str]]) -> tuple[list[Path], list[Note]]:
+    """Return a vertical line at each value, and its name above the chart."""
+    named_positions = [(x.position(value), name) for value, name in named_values]
+    lines = [Path([[(position, 0), (position, AXIS_LENGTH)]], "mark") for position, _ in named_positions]
+    return lines, [Note.plain(position, name) for position, name in named_positions]
 
 
 def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
@@ -410,7 +380,7 @@ def _outlier_note(position: float, before: float, after: float, max_drawn: float
     return Note(position, texts)
 
 
-def shares_chart(mixture: Mapping[str, Any]) -> Chart:
+def shares_chart(mixture: Figures) -> Chart:
     """Return a chart of the sources' shares along the steps, stacked; a steady mixture has horizontal borders.
 
     Args:
@@ -422,18 +392,13 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
     x_name = f"optimizer steps of the {mixture['of']}, {steps_per_interval:,} at a time"
     x = Axis(x_name, low=0, high=1, ticks=_EPOCH_TICKS)
     y = Axis.linear(f"share of the {mixture['unit']}", 0, 100, num_ticks=4, extend=True, suffix="%")
-    shapes: list[Box | Path] = []
-    for interval in range(len(mixture["shares"])):
-        shapes += _interval_boxes(mixture, interval)
-    notes = []
-    # Lines mark where the second and later stages start.
-    for number, (relative_start, _, _) in enumerate(mixture["stages"][1:], start=2):
-        shapes.append(_vertical_line(x, relative_start))
-        notes.append(Note.plain(x.position(relative_start), f"stage {number}"))
-    return Chart(x, y, shapes, notes)
+    boxes = [box for interval in range(len(mixture["shares"])) for box in _interval_boxes(mixture, interval)]
+    later_stages = enumerate(mixture["stages"][1:], start=2)
+    lines, notes = _vertical_lines(x, [(start, f"stage {number}") for number, (start, _, _) in later_stages])
+    return Chart(x, y, [*boxes, *lines], notes)
 
 
-def _interval_boxes(mixture: Mapping[str, Any], interval: int) -> list[Box]:
+def _interval_boxes(mixture: Figures, interval: int) -> list[Box]:
     """Return a box for each source with samples in an interval of steps, from bottom to top."""
     num_steps = mixture["num_steps"]
     first_step = interval * mixture["steps_per_interval"]

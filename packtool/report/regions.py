@@ -91,76 +91,44 @@ def regions_of(
         return []
     regions: list[ShownRegion] = []
     is_only_image = is_complete and len(images) == 1
-    for written in _read_regions(text):
-        num_images_before = text.count(PICTURE, 0, written.start)
+    for start, name, corners, is_marked in _read_regions(text):
+        # A list of numbers without special tokens or JSON around it may be something else than a region: it is one if
+        # it is inside the image and, as a box (two corners), begins with the upper left corner.
+        is_ordered = len(corners) != 2 or all(first <= second for first, second in zip(*corners, strict=True))
+        num_images_before = text.count(PICTURE, 0, start)
         candidates = images[:num_images_before] if num_images_before else images
         for number, image in enumerate(candidates):
             width, height = written_size(form, image, limits)  # that coordinates refer to
-            corners = tuple((x / width, y / height) for x, y in written.corners)
-            region = ShownRegion(written.name, corners, image=number, is_certain=is_only_image)
-            # A list of numbers without special tokens or JSON around it may be something else.
-            fits_image = region.is_inside and written.is_ordered
-            if written.is_marked or fits_image:
+            fractions = tuple((x / width, y / height) for x, y in corners)
+            region = ShownRegion(name, fractions, image=number, is_certain=is_only_image)
+            if is_marked or (region.is_inside and is_ordered):
                 regions.append(region)
     return regions
 
 
-@dataclass(frozen=True)
-class _WrittenRegion:
-    """A region as the text describes it.
+def _read_regions(text: str) -> Iterator[tuple[int, str, list[tuple[float, float]], bool]]:
+    """Yield the regions that a text describes, in order: position in the text, name, corners as written, is_marked.
 
-    Args:
-        start: its position in the text.
-        corners: (x, y) of each corner, as written.
-        is_marked: True if special tokens or JSON mark the numbers as a region; False for a plain list of numbers, which
-            may be something else.
+    ``is_marked`` is True if special tokens or JSON mark the numbers as a region; False for a plain list of numbers.
     """
-
-    start: int
-    name: str
-    corners: tuple[tuple[float, float], ...]
-    is_marked: bool
-
-    @property
-    def is_ordered(self) -> bool:
-        """True unless this is a box (two corners) whose first corner is not the upper left one."""
-        if len(self.corners) != 2:
-            return True
-        (left, top), (right, bottom) = self.corners
-        return left <= right and top <= bottom
-
-
-def _read_regions(text: str) -> Iterator[_WrittenRegion]:
-    """Yield the regions that a text describes, in order."""
     # One group of the pattern matches: ``pairs`` (Qwen's tokens), ``lists`` (InternVL's), ``json`` or a plain ``list``.
     for match in _REGION.finditer(text):
         is_marked = match["list"] is None
         # Coordinates of a point often follow a quote, a letter or "="; other pairs of numbers rarely do.
         previous = text[max(match.start() - 1, 0) : match.start()]
         is_attached = previous.isalnum() or previous in ("'", '"', "=")
-        name = _region_name(text, match)
-        for box in _boxes_of(match):
+        label = match["pairs_name"] or match["lists_name"]
+        if not label and is_marked:
+            label = _json_label(text, match)
+        name = _NAME_TOKENS.sub("", label or "").strip()
+        boxes = [match["pairs"] or match["list"] or ""]
+        if bracketed_boxes := match["json"] or match["lists"]:  # one or several boxes
+            boxes = re.findall(r"\[[^\[\]]*\]", bracketed_boxes)
+        for box in boxes:
             coordinates = [float(number) for number in _NUMBER_PATTERN.findall(box)]
             is_point = len(coordinates) == 2
             if len(coordinates) % 2 == 0 and (is_marked or is_attached or not is_point):
-                corners = tuple(zip(coordinates[::2], coordinates[1::2], strict=True))
-                yield _WrittenRegion(match.start(), name, corners, is_marked)
-
-
-def _boxes_of(match: re.Match[str]) -> list[str]:
-    """Return the text of the numbers of each box in a match; JSON and InternVL's lists may hold several boxes."""
-    bracketed_boxes = match["json"] or match["lists"]
-    if bracketed_boxes:
-        return re.findall(r"\[[^\[\]]*\]", bracketed_boxes)
-    return [match["pairs"] or match["list"] or ""]
-
-
-def _region_name(text: str, match: re.Match[str]) -> str:
-    """Return the name that tokens or JSON give a region, without tokens around it; "" for none."""
-    label = match["pairs_name"] or match["lists_name"]
-    if not label and match["list"] is None:
-        label = _json_label(text, match)
-    return _NAME_TOKENS.sub("", label or "").strip()
+                yield match.start(), name, list(zip(coordinates[::2], coordinates[1::2], strict=True)), is_marked
 
 
 def _json_label(text: str, match: re.Match[str]) -> str:

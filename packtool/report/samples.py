@@ -124,15 +124,16 @@ class ShownPacks:
         }
 
     def _steps(self) -> dict[str, Int64Array]:
-        """Return figures of the S steps shown, (S,) each; they count all packs of these steps, also those not shown."""
-        no_packs_shown = not len(self.numbers)
-        if self._plan.locations is None or self._placement is None or no_packs_shown:
+        """Return figures of the S steps shown, (S,) each, from all of their packs, even those not shown."""
+        has_no_packs = not len(self.numbers)
+        if self._plan.locations is None or self._placement is None or has_no_packs:
             return {}
         step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # each (N,), for every sample of the plan
         num_steps = int(step.max()) + 1
         num_micro_batches = np.zeros(num_steps, np.int64)
-        np.maximum.at(num_micro_batches, step, micro_batch + 1)  # the largest number of each step, plus 1
-        rank_tokens = _tokens_of_ranks(step, rank, self._plan.lengths)
+        np.maximum.at(num_micro_batches, step, micro_batch + 1)  # micro-batches are numbered from 0 in each step
+        rank_tokens = np.zeros((num_steps, int(rank.max()) + 1), np.int64)  # tokens of each rank in each step
+        np.add.at(rank_tokens, (step, rank), self._plan.lengths)
         figures = {  # by the names in ``samples.js``
             "number": np.arange(num_steps),
             "packs": np.bincount(self._placement[:, _STEP], minlength=num_steps),
@@ -177,15 +178,6 @@ def evenly_spaced(count: int, max_numbers: float) -> Int64Array:
     return np.unique(np.linspace(0, count - 1, num_numbers).round().astype(np.int64))
 
 
-def _tokens_of_ranks(step: Int64Array, rank: Int64Array, lengths: npt.NDArray[np.int32]) -> Int64Array:
-    """Return the tokens of each rank in each step, (steps, ranks), from step, rank and tokens of N samples, (N,)."""
-    num_steps = int(step.max()) + 1
-    num_ranks = int(rank.max()) + 1
-    step_and_rank = step * num_ranks + rank
-    tokens = np.bincount(step_and_rank, weights=lengths, minlength=num_steps * num_ranks)
-    return tokens.astype(np.int64).reshape(num_steps, num_ranks)
-
-
 class Pages:
     """The pages of one split of a cache, or of the caches of a run with their losses.
 
@@ -205,14 +197,9 @@ class Pages:
         self._decoder = Decoder(model_of_cache(self._reader, config.model), manifest.identity)
         self._policy = policy_for_cache(config)
         max_samples = self.num_cached if shows_all else config.max_samples
-        self._packs: ShownPacks | None = None
-        self.numbers = evenly_spaced(self.num_cached, max_samples)
-        if config.plan is not None:
-            self._packs = ShownPacks(read_plan_of(self._reader, config.plan), max_samples)
-            self.numbers = self.numbers if shows_all else self._packs.samples
-        elif self._losses is not None and not shows_all:
-            num_each = max(max_samples // len(GROUPS), 1)
-            self.numbers = np.unique(np.concatenate([each[:num_each] for each in self._losses.groups.values()]))
+        plan = None if config.plan is None else read_plan_of(self._reader, config.plan)
+        self._packs = None if plan is None else ShownPacks(plan, max_samples)
+        self.numbers = self._choose_samples(max_samples, shows_all=shows_all)
         rows = dropped_rows(storage.join(self._reader.directories[0], DROPPED_NAME))
         columns = ("source", "row", "reason", "detail")
         self._dropped = [{name: row[name] for name in columns} for row in itertools.islice(rows, _MAX_DROPPED)]
@@ -221,6 +208,14 @@ class Pages:
     def num_cached(self) -> int:
         """Number of samples of the split."""
         return len(self._reader)
+
+    def _choose_samples(self, max_samples: int, *, shows_all: bool) -> Int64Array:
+        if self._packs is not None and not shows_all:
+            return self._packs.samples
+        if self._losses is not None and not shows_all:
+            max_of_group = max(max_samples // len(GROUPS), 1)
+            return np.unique(np.concatenate([group[:max_of_group] for group in self._losses.groups.values()]))
+        return evenly_spaced(self.num_cached, max_samples)
 
     def names(self) -> Iterator[str]:
         """Yield the names of all files except media; the index is last, so that unfinished folders have none."""
@@ -323,9 +318,7 @@ class Pages:
     def _parts(self, number: int, sample: EncodedSample) -> list[dict[str, Any]]:
         """Return the parts of sample ``number``: text in one style, or a medium with its files and regions."""
         # By object identity, because equal media may occur several times.
-        media_figures: dict[int, dict[str, Any]] = {}
-        for i, medium in enumerate(sample.media):
-            media_figures[id(medium)] = dict(_media_files(number, i, medium))
+        media_figures = {id(each): dict[str, Any](_media_files(number, i, each)) for i, each in enumerate(sample.media)}
         parts = self._decoder.parts(sample)
         for region in self._decoder.regions(sample, parts):
             image = sample.images[region.image]
@@ -464,6 +457,8 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         status, body, mime_type = self._response()
+        if mime_type.startswith("text/"):
+            mime_type += "; charset=utf-8"
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Type": mime_type, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -472,36 +467,24 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def _response(self) -> tuple[HTTPStatus, bytes, str]:
         """Return status, body and MIME type of the response."""
-        plain = "text/plain; charset=utf-8"
         token, _, name = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
-        if not self._is_own_host() or not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return HTTPStatus.FORBIDDEN, b"The address has no valid token.\n", plain
+        # Against DNS rebinding: a script of another site reaches this server only under that site's host name.
+        host = (self.headers.get("Host") or "").rpartition(":")[0]
+        has_token = hmac.compare_digest(token.encode(), self.server.token.encode())
+        if host not in (_HOST, "localhost") or not has_token:
+            return HTTPStatus.FORBIDDEN, b"The address has no valid token.\n", "text/plain"
         try:
             with self.server.lock:
                 body = self.server.content(name or INDEX)
         except PacktoolError as error:
-            return HTTPStatus.BAD_GATEWAY, f"{error}\n".encode(), plain
+            return HTTPStatus.BAD_GATEWAY, f"{error}\n".encode(), "text/plain"
         if body is None:
-            return HTTPStatus.NOT_FOUND, b"No such file.\n", plain
-        return HTTPStatus.OK, body, _mime_type(name)
-
-    def _is_own_host(self) -> bool:
-        """Return whether the request names this machine as its host.
-
-        Against DNS rebinding: a script of another site reaches this server only under that site's host name.
-        """
-        host = (self.headers.get("Host") or "").rpartition(":")[0]
-        return host in (_HOST, "localhost")
+            return HTTPStatus.NOT_FOUND, b"No such file.\n", "text/plain"
+        media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        return HTTPStatus.OK, body, _MIME_TYPES.get(os.path.splitext(name)[1], media_type)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, because addresses contain the token."""
-
-
-def _mime_type(name: str) -> str:
-    """Return the MIME type of a page's file, with the encoding of text."""
-    media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
-    mime_type = _MIME_TYPES.get(os.path.splitext(name)[1], media_type)
-    return f"{mime_type}; charset=utf-8" if mime_type.startswith("text/") else mime_type
 
 
 @contextlib.contextmanager

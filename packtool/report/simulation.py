@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import numpy as np
 
 from packtool import storage
 from packtool.report.drawing import AXIS_LENGTH, Boxes, Drawing, Rectangle, render
-from packtool.report.tables import Line, table
-from packtool.simulate.machine import Machine, Timing
+from packtool.report.tables import Line, fill_in, filled_lines, table
+from packtool.simulate.machine import Timing
 from packtool.simulate.run import Outcome, Simulation
 
 _LINE_HEIGHT, _LINE_GAP = 11, 3  # of GPUs, in CSS pixels
@@ -57,25 +57,21 @@ def _machine(simulation: Simulation) -> str:
     return f"{machine.world_size:,} x {machine.hardware.name}"
 
 
+_CELLS = (
+    *("{title}", "{time}{mark}", "{speedup:.2f}x{mark}", "{balance:.2f}", "{communication_share:.1%}"),
+    *("{peak_memory_gb:.1f} GB", "{full_steps}", "{micro_batches:.1f}", "{local_share:.0%}"),
+)
+
+
 def _rows(simulation: Simulation) -> list[tuple[str, ...]]:
     """Return a table row for each strategy: its title, and the texts of ``_COLUMNS``."""
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for outcome in simulation.outcomes:
         figures = outcome.figures(simulation.baseline)
         num_oom_steps = figures["out_of_memory_steps"]
-        mark = "*" if num_oom_steps else ""
-        row = (
-            outcome.title,
-            duration(figures["step_seconds"]) + mark,
-            f"{figures['speedup']:.2f}x{mark}",
-            f"{figures['balance']:.2f}",
-            f"{figures['communication_share']:.1%}",
-            f"{figures['peak_memory_gb']:.1f} GB",
-            f"{num_oom_steps} of {figures['steps']}" if num_oom_steps else "-",
-            f"{figures['micro_batches']:.1f}",
-            f"{figures['local_share']:.0%}",
-        )
-        rows.append(row)
+        full_steps = f"{num_oom_steps} of {figures['steps']}" if num_oom_steps else "-"
+        texts = {"time": duration(figures["step_seconds"]), "mark": "*" * bool(num_oom_steps), "full_steps": full_steps}
+        rows.append(fill_in(_CELLS, figures | texts))
     return rows
 
 
@@ -90,81 +86,78 @@ def _warnings(simulation: Simulation) -> list[str]:
         counts = f"{num_left_out:,} of {num_left_out + simulation.num_sequences:,} sequences"
         limit = f"{simulation.options.longest_trainable:,} tokens or --max-length"
         warnings.append(f"{counts} were left out: they are longer than {limit}.")
-    num_dominated, size = simulation.num_dominated_steps, simulation.options.sequence_parallel_size
-    larger_size = 2 * size
-    if num_dominated and simulation.options.machine.world_size % larger_size == 0:
-        steps = f"{num_dominated} of {simulation.baseline.num_steps} steps"
-        warnings.append(
-            f"In {steps}, one sequence has more work than a group should do, so other groups wait. "
-            f"Compare with --sequence-parallel-size {larger_size}."
-        )
+    larger_size = 2 * simulation.options.sequence_parallel_size
+    if (num := simulation.num_dominated_steps) and simulation.options.machine.world_size % larger_size == 0:
+        steps = f"In {num} of {simulation.baseline.num_steps} steps"
+        cause = "one sequence has more work than a group should do, so other groups wait"
+        warnings.append(f"{steps}, {cause}. Compare with --sequence-parallel-size {larger_size}.")
     return warnings
+
+
+# Matrix products and attention reach half of their maximal throughput with ``..._half_tokens`` tokens or queries.
+_ASSUMPTION_LINES = (
+    ("model", "{billions:.2f} billion weights, {sizes.num_layers} layers"),
+    ("peak throughput", "{hardware.peak_tflops:g} TFLOP/s, bfloat16"),
+    (
+        "  matrix products",
+        "{hardware.matmul_share:.0%} of peak x n / (n + {constants.matmul_half_tokens:g}) for n tokens on a GPU",
+    ),
+    (
+        "  attention",
+        "{hardware.attention_share:.0%} of peak x q / (q + {constants.attention_half_tokens:g}) for q queries of a "
+        "sequence",
+    ),
+    (
+        "  launching a micro-batch",
+        "{launching}: {constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us",
+    ),
+    (
+        "links",
+        "{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs, "
+        "{hardware.inter_node_gb_per_s:g} GB/s from each GPU to other nodes",
+    ),
+    (
+        "  collectives",
+        "{hardware.link_share:.0%} of the links' bandwidth, at least {hardware.latency_us:g} us",
+    ),
+    ("memory", "{hardware.memory_gb:g} GB, of which {constants.usable_memory:.0%} are usable"),
+    ("  weights, gradients, optimizer", "{state_gb:.1f} GB per GPU (ZeRO-{machine.zero_stage})"),
+    ("  activations", "{activation_mb:.2f} MB per token{recomputed}"),
+    ("  tokens on a GPU", "at most {options.bucket_size:,}; at most {options.packing_length:,} in a pack"),
+    ("not simulated", "vision and audio towers, the optimizer, data loading"),
+    ("sequence parallel groups", "{options.num_groups:,} of {options.sequence_parallel_size} GPUs{exchange}"),
+    ("global batch", "{options.sequences_per_step:,} sequences, {options.sequences_per_rank} per group"),
+    (
+        "  rows of a micro-batch",
+        "{options.padded_batch_size} with padding, {options.shared_batch_size} with context parallelism",
+    ),
+)
 
 
 def _assumption_lines(simulation: Simulation) -> list[Line]:
     """Return the hardware, model and batch sizes that the times are computed from, as (name, value)."""
-    sizes = simulation.options.machine.sizes
-    return [
-        ("model", f"{sizes.num_parameters / 1e9:.2f} billion weights, {sizes.num_layers} layers"),
-        *_machine_lines(simulation.options.machine),
-        *_memory_lines(simulation),
-        ("not simulated", "vision and audio towers, the optimizer, data loading"),
-        *_batch_lines(simulation),
-    ]
-
-
-def _machine_lines(machine: Machine) -> list[Line]:
-    """Return the lines on throughput of the GPUs and of the links between them."""
-    hardware = machine.hardware
-    constants = machine.constants
-    # Matrix products reach half of their maximal throughput with this many tokens per GPU, attention with queries.
-    matmul, attention = constants.matmul_half_tokens, constants.attention_half_tokens
-    launches = f"{constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us"
-    node = f"{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs"
-    return [
-        ("peak throughput", f"{hardware.peak_tflops:g} TFLOP/s, bfloat16"),
-        ("  matrix products", f"{hardware.matmul_share:.0%} of peak x n / (n + {matmul:g}) for n tokens on a GPU"),
-        (
-            "  attention",
-            f"{hardware.attention_share:.0%} of peak x q / (q + {attention:g}) for q queries of a sequence",
-        ),
-        ("  launching a micro-batch", f"{duration(machine.launch_seconds)}: {launches}"),
-        ("links", f"{node}, {hardware.inter_node_gb_per_s:g} GB/s from each GPU to other nodes"),
-        ("  collectives", f"{hardware.link_share:.0%} of the links' bandwidth, at least {hardware.latency_us:g} us"),
-    ]
-
-
-def _memory_lines(simulation: Simulation) -> list[Line]:
-    """Return the lines on the memory of a GPU and what fills it."""
     options = simulation.options
-    machine = options.machine
-    activations = f"{machine.sizes.token_bytes(recompute=bool(machine.recompute)) / 1e6:.2f} MB per token"
-    if machine.recompute:
-        activations += ", recomputed in backward" if machine.recompute is True else " or more, as fits into memory"
-    usable = f"{machine.constants.usable_memory:.0%}"
-    return [
-        ("memory", f"{machine.hardware.memory_gb:g} GB, of which {usable} are usable"),
-        ("  weights, gradients, optimizer", f"{machine.state_bytes / 1e9:.1f} GB per GPU (ZeRO-{machine.zero_stage})"),
-        ("  activations", activations),
-        ("  tokens on a GPU", f"at most {options.bucket_size:,}; at most {options.packing_length:,} in a pack"),
-    ]
-
-
-def _batch_lines(simulation: Simulation) -> list[Line]:
-    """Return the lines on sequence parallel groups and batch sizes."""
-    options = simulation.options
-    exchange = f", by {options.exchange_type}" if options.exchange_type else ""
-    groups = f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs{exchange}"
-    batch = f"{options.padded_batch_size} with padding, {options.shared_batch_size} with context parallelism"
-    return [
-        ("sequence parallel groups", groups),
-        ("global batch", f"{options.sequences_per_step:,} sequences, {options.sequences_per_rank} per group"),
-        ("  rows of a micro-batch", batch),
-    ]
+    machine, sizes = options.machine, options.machine.sizes
+    recomputed = {True: ", recomputed in backward", "auto": " or more, as fits into memory"}
+    values = {
+        "options": options,
+        "machine": machine,
+        "hardware": machine.hardware,
+        "constants": machine.constants,
+        "sizes": sizes,
+        "billions": sizes.num_parameters / 1e9,
+        "launching": duration(machine.launch_seconds),
+        "state_gb": machine.state_bytes / 1e9,
+        "activation_mb": sizes.token_bytes(recompute=bool(machine.recompute)) / 1e6,
+        "recomputed": recomputed.get(machine.recompute, ""),
+        "exchange": f", by {options.exchange_type}" if options.exchange_type else "",
+    }
+    return filled_lines(_ASSUMPTION_LINES, values)
 
 
 def simulation_page(simulation: Simulation, command: str) -> str:
     """Return the page as HTML; it shows ``command`` as the command that made it."""
+    shares = [share for outcome in simulation.outcomes for share in outcome.timing.shares.items()]
     return render(
         "simulation.html",
         title=f"{simulation.name}: {storage.name(simulation.model)} on {_machine(simulation)}",
@@ -172,7 +165,7 @@ def simulation_page(simulation: Simulation, command: str) -> str:
         baseline=simulation.baseline.title,
         is_faded=any(outcome.out_of_memory.any() for outcome in simulation.outcomes),
         cards=_headline(simulation),
-        legend=_legend(_activities_with_time(simulation)),
+        legend=_legend({activity for activity, fraction in shares if fraction > 0}),
         bars=_bars(simulation),
         header=("", *_COLUMNS),
         rows=_rows(simulation),
@@ -181,16 +174,6 @@ def simulation_page(simulation: Simulation, command: str) -> str:
         strategies=[_step_content(simulation, outcome) for outcome in simulation.outcomes],
         assumptions=_assumption_lines(simulation),
     )
-
-
-def _activities_with_time(simulation: Simulation) -> set[str]:
-    """Return the activities that take time in at least one strategy."""
-    activities = set()
-    for outcome in simulation.outcomes:
-        for activity, fraction in outcome.timing.shares.items():
-            if fraction > 0:
-                activities.add(activity)
-    return activities
 
 
 def _headline(simulation: Simulation) -> list[tuple[str, str, str]]:
@@ -231,19 +214,24 @@ def _bars(simulation: Simulation) -> list[Any]:
 
 
 def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """Return the timeline of a strategy for the step that takes the baseline its median time.
+    """Return the drawing of the activities of each GPU in one step of a strategy.
 
-    All strategies have the same sequences in this step, except ``sorted``, whose own step of median time is shown.
+    The step is the one whose time is the median of the baseline's steps; it has the same sequences in all strategies.
+    Only ``sorted`` has other sequences in each step: of these, the step with its own median time is shown.
     """
     timing = outcome.timing
-    reference = outcome if outcome.name == "sorted" else simulation.baseline
-    steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
+    median_of = outcome if outcome.name == "sorted" else simulation.baseline
+    steps_by_time = median_of.timing.step_seconds.argsort(kind="stable")
     step = int(steps_by_time[len(steps_by_time) // 2])
     step_seconds = float(timing.step_seconds[step])
-    gpu_names = _drawn_gpus(timing, step)  # by number of the GPU
-    rectangles = _activity_rectangles(timing, step, gpu_names)
-    styles = {activity: style for activity, (style, _) in _ACTIVITIES.items()}
-    shapes = [Boxes(boxes, styles[activity]) for activity, boxes in rectangles.items()]
+    gpu_names = _drawn_gpus(timing, step)  # by number of the GPU, in the order of their lines
+    rectangles: dict[str, list[Rectangle]] = {}  # by activity
+    for line, gpu in enumerate(gpu_names):
+        y = line * (_LINE_HEIGHT + _LINE_GAP)
+        for activity, start, seconds in _activities(timing, step, gpu):
+            x, width = (AXIS_LENGTH * (value / step_seconds) for value in (start, seconds))
+            rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
+    shapes = [Boxes(boxes, style=_ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
     height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
     return {
         "title": outcome.title,
@@ -267,19 +255,6 @@ def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:
     names[slowest] = f"GPU {slowest:,}, slowest"
     names[fastest] = f"GPU {fastest:,}, fastest"
     return names
-
-
-def _activity_rectangles(timing: Timing, step: int, gpus: Iterable[int]) -> dict[str, list[Rectangle]]:
-    """Return the rectangles of each activity, in a line for each GPU."""
-    step_seconds = float(timing.step_seconds[step])
-    rectangles: dict[str, list[Rectangle]] = {}
-    for line, gpu in enumerate(gpus):
-        y = line * (_LINE_HEIGHT + _LINE_GAP)
-        for activity, start, seconds in _activities(timing, step, gpu):
-            x = start / step_seconds * AXIS_LENGTH
-            width = seconds / step_seconds * AXIS_LENGTH
-            rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
-    return rectangles
 
 
 def _step_note(outcome: Outcome, step: int, num_drawn: int) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from packtool.train.prepare.result import TrainResult
 
 Line = tuple[str, str]
+Figures = Mapping[str, Any]
+"""Output of a command with ``--json``, or a part of it."""
 _MAX_WIDTH = 60  # of a column; a wider cell shifts only the rest of its own line
 _SECONDS_BETWEEN_LINES = 5.0
 _NUM_BINS = 48  # of a histogram of lengths
@@ -55,6 +58,31 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
 def table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
     """Return a title and the lines of the table below it."""
     return [title, *aligned(rows, sides)]
+
+
+class _FigureFormatter(string.Formatter):
+    """Formats like ``str.format``, and percentages: ``{fill:percent}``."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return percent(value) if format_spec == "percent" else str(format(value, format_spec))
+
+
+LineTemplate = tuple[str, ...]
+"""Name and text of a line, with fields such as ``{tokens:,}``, ``{length[max]}`` or ``{fill:percent}`` for figures.
+
+A third item is the name of a figure: the line is left out if that is missing, zero or empty.
+"""
+
+
+def fill_in(texts: Sequence[str], figures: Figures) -> tuple[str, ...]:
+    """Return texts with figures in place of fields, as in ``LineTemplate``."""
+    return tuple(_FigureFormatter().vformat(text, (), figures) for text in texts)
+
+
+def filled_lines(templates: Iterable[LineTemplate], figures: Figures) -> list[Line]:
+    """Return the lines of a table for these figures."""
+    shown = [line[:2] for line in templates if all(figures.get(name) for name in line[2:])]
+    return [(name, text) for name, text in (fill_in(line, figures) for line in shown)]
 
 
 def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") -> None:
@@ -98,9 +126,7 @@ def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
     return Histogram(edges.tolist(), counts.tolist())
 
 
-def histogram_lines(
-    counts: Sequence[int], upper_edges: Sequence[float], terminal_width: int, max_bars: int = 16
-) -> list[str]:
+def histogram_lines(counts: Sequence[int], upper_edges: Sequence[float], width: int, max_bars: int = 16) -> list[str]:
     """Return a histogram as horizontal bars, each with its upper edge and count; empty bars at the end are left out.
 
     Neighboring bins are merged, so that there are at most ``max_bars`` bars.
@@ -110,19 +136,13 @@ def histogram_lines(
     last_bar = int(np.flatnonzero(bar_counts).max(initial=0))  # the last one that is not empty, or the first
     max_count = int(bar_counts.max())
     # Four columns are for the spaces between edge, bar and count.
-    longest_numbers = f"{upper_edges[-1]:,.0f}{max_count:,}"
-    max_width = max(terminal_width - len(longest_numbers) - 4, 10)
+    max_width = max(width - len(f"{upper_edges[-1]:,.0f}{max_count:,}") - 4, 10)
+    ends = [*upper_edges[bins_per_bar - 1 :: bins_per_bar], upper_edges[-1]]  # upper edge of each bar
     lines = []
-    for i, count in enumerate(bar_counts[: last_bar + 1].tolist()):
-        last_bin = min((i + 1) * bins_per_bar, len(upper_edges)) - 1
-        bar = _bar(max_width * count / max_count) if count else ""
-        lines.append((f"{upper_edges[last_bin]:,.0f}", f"{bar}{count:,}"))
+    for end, count in zip(ends, bar_counts[: last_bar + 1].tolist(), strict=False):
+        bar = "█" * max(round(max_width * count / max_count), 1) + " " if count else ""
+        lines.append((f"{end:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")
-
-
-def _bar(width: float) -> str:
-    """Return a bar of about this width, at least 1, and a space."""
-    return "█" * max(round(width), 1) + " "
 
 
 class TerminalProgress:
@@ -235,47 +255,66 @@ def export_figures(summary: ExportSummary) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if name not in left_out}
 
 
+_EXPORT_LINES = (
+    ("input rows", "{num_rows:,}"),
+    ("samples", "{samples}"),
+    (
+        "  media marks added",
+        "{marks_added:,} rows",
+        "marks_added",
+    ),  # rows whose text lacked placeholders of their media
+    ("  further samples of split rows", "{pieces_added:,}", "pieces_added"),
+    ("  truncated", "{truncated:,}"),
+)
+_TOKEN_LINES = (
+    ("tokens", "{tokens:,}"),
+    ("  target tokens", "{target_tokens:,} ({target_share:.1%})"),
+    ("  media tokens", "{media_tokens:,} ({media_share:.1%})"),
+    (
+        "tokens per sample, p50 / p90 / p99 / max",
+        "{length[p50]:,} / {length[p90]:,} / {length[p99]:,} / {length[max]:,}",
+    ),
+    ("time", "{seconds:.1f} s, {rate:,.0f} samples/s", "is_new"),
+)
+
+
 def export_lines(summary: ExportSummary) -> list[Line]:
     """Return the output of ``packtool export`` as (name, value)."""
-    lines = [("input rows", f"{summary.num_rows:,}"), ("samples", _num_samples_text(summary))]
-    if summary.marks_added:  # rows whose text lacked the placeholders of their media
-        lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
-    if summary.pieces_added:
-        lines.append(("  further samples of split rows", f"{summary.pieces_added:,}"))
-    lines.append(("  truncated", f"{summary.truncated:,}"))
-    if summary.parts_left_out:
-        lines += _count_lines("  turns and responses left out", summary.parts_left_out)
-    lines += _count_lines("dropped rows", summary.dropped)
-    if summary.hygiene:
-        lines += _count_lines("rows listed in hygiene.jsonl", summary.hygiene)
-    lines += _token_lines(summary)
-    if not summary.already_finished:
-        rate = summary.rows_made / summary.seconds if summary.seconds else 0.0
-        lines.append(("time", f"{summary.seconds:.1f} s, {rate:,.0f} samples/s"))
-    return lines
-
-
-def _num_samples_text(summary: ExportSummary) -> str:
-    """Return the number of samples, for each split if there are several, and of their rows if rows were split."""
-    text = f"{summary.num_samples:,}"
+    samples = f"{summary.num_samples:,}"
     if len(summary.num_samples_by_split) > 1:
-        splits = ", ".join(f"{name} {count:,}" for name, count in summary.num_samples_by_split.items())
-        text += f" ({splits})"
+        samples += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
     if summary.pieces_added:  # samples of a split row, without its first one
-        text += f" from {summary.num_samples - summary.pieces_added:,} rows"
-    return text
-
-
-def _token_lines(summary: ExportSummary) -> list[Line]:
-    """Return the lines on the tokens of an export and on the lengths of its samples."""
-    num_tokens = summary.tokens or 1  # at least 1, to divide by it
-    lengths = " / ".join(f"{summary.length[name]:,}" for name in ("p50", "p90", "p99", "max"))
+        samples += f" from {summary.num_samples - summary.pieces_added:,} rows"
+    figures = vars(summary) | {
+        "samples": samples,
+        "target_share": summary.target_tokens / (summary.tokens or 1),
+        "media_share": summary.media_tokens / (summary.tokens or 1),
+        "rate": summary.rows_made / summary.seconds if summary.seconds else 0.0,
+        "is_new": not summary.already_finished,
+    }
     return [
-        ("tokens", f"{summary.tokens:,}"),
-        ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / num_tokens:.1%})"),
-        ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / num_tokens:.1%})"),
-        ("tokens per sample, p50 / p90 / p99 / max", lengths),
+        *filled_lines(_EXPORT_LINES, figures),
+        *(_count_lines("  turns and responses left out", summary.parts_left_out) if summary.parts_left_out else []),
+        *_count_lines("dropped rows", summary.dropped),
+        *(_count_lines("rows listed in hygiene.jsonl", summary.hygiene) if summary.hygiene else []),
+        *filled_lines(_TOKEN_LINES, figures),
     ]
+
+
+_UNREAD_LINES = (("optimizer steps, at most", "{steps:,}"), ("packing length", "{packing_length:,}"))
+_TRAIN_LINES = (
+    ("packs", "{num_packs:,}", "packing"),
+    ("  samples per pack", "{samples_per_pack:.2f}", "packing"),
+    ("padded rows", "{num_packs:,}", "pads"),
+    ("  samples per row", "{samples_per_pack:.2f}", "pads"),
+    ("  fill", "{fill:percent}"),
+    ("tokens saved by shared prefixes", "{num_shared_tokens:,}", "num_shared_tokens"),
+    ("optimizer steps", "{steps:,}"),
+    ("  without packing, one sample per row", "{steps_without_packing:,}"),
+    ("loss, first and last", "{first_loss:.4f} → {last_loss:.4f}", "has_losses"),
+    ("target tokens per second", "{rate:,.0f}", "has_losses"),
+    ("time", "{seconds:.1f} s", "has_losses"),
+)
 
 
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
@@ -283,51 +322,23 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
 
     ``has_plan``: True if packs were read from ``--plan``, which may lack samples for other reasons than their length.
     """
+    figures = vars(result) | {
+        "pads": not result.packing,
+        "has_losses": result.first_loss is not None and result.last_loss is not None,
+        "rate": result.target_tokens_per_second or 0,
+    }
     if result.streaming and not result.num_samples:  # a dry run, which reads no rows
-        return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
-    lines = [("samples of the first stage" if result.stages else "samples", f"{result.num_samples:,}")]
-    lines += _streamed_lines(result) if result.streaming else _left_out_lines(result, has_plan=has_plan)
-    lines += _step_lines(result)
-    if result.first_loss is not None and result.last_loss is not None:
-        lines += [
-            ("loss, first and last", f"{result.first_loss:.4f} → {result.last_loss:.4f}"),
-            ("target tokens per second", f"{result.target_tokens_per_second or 0:,.0f}"),
-            ("time", f"{result.seconds:.1f} s"),
-        ]
-    return lines
-
-
-def _step_lines(result: TrainResult) -> list[Line]:
-    """Return the lines on packs, or rows without packing, and optimizer steps."""
-    lines = [
-        ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
-        ("  samples per pack" if result.packing else "  samples per row", f"{result.samples_per_pack:.2f}"),
-        ("  fill", percent(result.fill)),
-    ]
-    if result.num_shared_tokens:
-        lines.append(("tokens saved by shared prefixes", f"{result.num_shared_tokens:,}"))
-    lines.append(("optimizer steps", f"{result.steps:,}"))
-    lines.append(("  without packing, one sample per row", f"{result.steps_without_packing:,}"))
-    return lines
-
-
-def _streamed_lines(result: TrainResult) -> list[Line]:
-    """Return the lines on rows that were dropped, and on parts of rows that were left out, while rows were streamed."""
-    lines = _count_lines("dropped rows", result.dropped)
-    if result.parts_left_out:
-        lines += _count_lines("turns and responses left out", result.parts_left_out)
-    return lines
-
-
-def _left_out_lines(result: TrainResult, *, has_plan: bool) -> list[Line]:
-    """Return the lines on samples of the caches that are repeated or left out."""
-    lines = []
-    if result.num_repeats:
-        lines.append(("  repeated samples", f"{result.num_repeats:,}"))
-    if result.not_drawn:
-        lines.append(("  not drawn", f"{result.not_drawn:,}"))
-    lines.append(("  not in the plan" if has_plan else "  filtered by length", f"{result.filtered:,}"))
-    return lines
+        return filled_lines(_UNREAD_LINES, figures)
+    samples = ("samples of the first stage" if result.stages else "samples", "{num_samples:,}")
+    left_out = ("  not in the plan" if has_plan else "  filtered by length", "{filtered:,}")
+    if result.streaming:
+        lines = [*filled_lines([samples], figures), *_count_lines("dropped rows", result.dropped)]
+        if result.parts_left_out:
+            lines += _count_lines("turns and responses left out", result.parts_left_out)
+    else:
+        drawn = ("  repeated samples", "{num_repeats:,}", "num_repeats"), ("  not drawn", "{not_drawn:,}", "not_drawn")
+        lines = filled_lines([samples, *drawn, left_out], figures)
+    return lines + filled_lines(_TRAIN_LINES, figures)
 
 
 def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
@@ -335,11 +346,14 @@ def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
     heading = ("source", "samples", "share", "tokens", "share", "target tokens", "share", "epochs")
     rows: list[tuple[str, ...]] = [heading]
     for name, figures in sources.items():
-        cells = [name]
-        for unit, count in (("samples", "num_samples"), ("tokens", "tokens"), ("target_tokens", "target_tokens")):
-            cells += [f"{figures[count]:,}", percent(figures[f"share_of_{unit}"])]
-        rows.append((*cells, f"{figures['epochs']:.3g}"))
+        rows.append((name, *fill_in(_SOURCE_CELLS, figures)))
     return rows
+
+
+_SOURCE_CELLS = (
+    *("{num_samples:,}", "{share_of_samples:percent}", "{tokens:,}", "{share_of_tokens:percent}"),
+    *("{target_tokens:,}", "{share_of_target_tokens:percent}", "{epochs:.3g}"),
+)
 
 
 def _count_lines(name: str, counts: Mapping[str, int]) -> list[Line]:

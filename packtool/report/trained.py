@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,9 @@ import numpy as np
 from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.errors import ConfigError, MismatchError
-from packtool.planning.epoch import EpochPlan
 from packtool.planning.ledger import SourceLedger
 from packtool.report.drawing import plural
-from packtool.report.tables import aligned
+from packtool.report.tables import Figures, aligned, fill_in
 from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import Replay, Segment, has_history, read_ledger, replay_segment, segments_of
@@ -72,22 +71,19 @@ def _newest_checkpoint(directory: str) -> str:
 
 def _starts_before(output_dir: str, step: int) -> list[dict[str, Any]]:
     """Return figures of the start of a run, and of every resume before a step."""
-    starts: list[dict[str, Any]] = []
     segments = segments_of(output_dir) if has_history(output_dir) else []  # from each start or resume to the next
-    for segment, _stop in segments:
-        if segment.first >= step:
-            continue
-        _first_step, world_size, *_ = segment.assignments[-1]
-        figures = {
+    return [
+        {
             "after_step": segment.first,
             "began": _time(segment.began),
-            "world_size": world_size,
+            "world_size": segment.assignments[-1].world_size,
             "num_steps": segment.num_steps,
             "data_changed": segment.changed_at == segment.first,
             "caches": [cache_directory for cache_directory, _, _ in segment.caches],
         }
-        starts.append(figures)
-    return starts
+        for segment, _ in segments
+        if segment.first < step
+    ]
 
 
 def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
@@ -108,37 +104,38 @@ def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
     }
 
 
-def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+_SOURCE_HEADING = (
+    "cache",
+    "samples",
+    "trained",
+    "this epoch",
+    "times trained",
+    "epochs",
+    "tokens",
+    "target tokens",
+    "skipped",
+)
+_SOURCE_CELLS = (
+    *("{cache}", "{num_samples:,}", "{num_trained:,}", "{num_trained_in_epoch:,}", "{num_times_trained:,}"),
+    *("{epochs:.2f}", "{tokens:,}", "{target_tokens:,}", "{num_skipped:,}"),
+)
+
+
+def trained_lines(figures: Figures) -> Iterator[str]:
     """Yield the output of ``packtool inspect --trained``."""
     epoch = figures["epoch"]
     position = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
     tokens = f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} target tokens"
     yield f"trained up to step {figures['step']:,} ({figures['saved_at']}), {position}: {tokens}"
-    heading = ("cache", "samples", "trained", "this epoch", "times trained", "epochs")
-    rows: list[tuple[str, ...]] = [(*heading, "tokens", "target tokens", "skipped")]
-    rows += [_source_row(source) for source in figures["sources"]]
+    rows: list[tuple[str, ...]] = [_SOURCE_HEADING]
+    for source in figures["sources"]:
+        cache = source["directory"] + ("" if source["is_in_the_run"] else " (removed from the run)")
+        rows.append(fill_in(_SOURCE_CELLS, {**source, "cache": cache}))
     yield from aligned(rows, "lr")
     for start in figures["starts"]:
-        yield _start_line(start)
-
-
-def _source_row(source: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the table row of a cache."""
-    cache = source["directory"]
-    if not source["is_in_the_run"]:
-        cache += " (removed from the run)"
-    samples = [f"{source[name]:,}" for name in ("num_samples", "num_trained", "num_trained_in_epoch")]
-    trained = [f"{source['num_times_trained']:,}", f"{source['epochs']:.2f}"]
-    tokens = [f"{source[name]:,}" for name in ("tokens", "target_tokens", "num_skipped")]
-    return (cache, *samples, *trained, *tokens)
-
-
-def _start_line(start: Mapping[str, Any]) -> str:
-    """Describe the start or a resume of the run."""
-    event = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
-    data = ", with changed data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
-    ranks = f"{start['world_size']} data-parallel rank{'s' if start['world_size'] > 1 else ''}"
-    return f"{start['began']}  {event}, {ranks}{data}"
+        event = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
+        data = ", with changed data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
+        yield f"{start['began']}  {event}, {plural(start['world_size'], 'data-parallel rank')}{data}"
 
 
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
@@ -149,19 +146,17 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     """
     output_dir = run_directory(output_dir)
     index = step - 1  # 0-based, as all numbers of steps below
-    segments = segments_of(output_dir)  # (steps between two starts or resumes, step after the last of them)
-    segment, stop = segments[0]
-    for later_segment, later_stop in segments[1:]:
-        if later_segment.first <= index:
-            segment, stop = later_segment, later_stop
+    segments = segments_of(output_dir)  # each from a start or resume to the next, with the step after it
+    begun = [each for each in segments if each[0].first <= index]
+    segment, stop = begun[-1] if begun else segments[0]  # the one that trains the step
     if index >= segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
     replay = replay_segment(output_dir, segment, stop, model)
-    span = replay.timeline.span_at(index)  # the part of the step's epoch that has the same plan
-    plan = span.plan
-    plan_step = index - span.first_step
+    span = replay.timeline.span_at(index)  # the steps around it that have the same plan
+    plan, plan_step = span.plan, index - span.first_step
     _, num_trained_steps = segments[-1]
     samples = plan.samples_of(plan_step, plan_step + 1)
+    micro_batches = range(plan.steps.num_micro_batches(plan_step))  # of each rank
     return {
         "step": step,
         "epoch": span.epoch,
@@ -170,17 +165,17 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
         "num_samples": len(samples),
         "tokens": int(replay.reader.index.length[samples].sum()),
         "target_tokens": plan.steps.target_tokens(plan_step),
-        "ranks": [_rank_figures(replay, plan, plan_step, rank) for rank in range(plan.steps.world_size)],
+        "ranks": [
+            {
+                "rank": rank,
+                "micro_batches": [
+                    [_sample_figures(replay, pack.tolist()) for pack in plan.samples(plan_step, rank, micro_batch)]
+                    for micro_batch in micro_batches
+                ],
+            }
+            for rank in range(plan.steps.world_size)
+        ],
     }
-
-
-def _rank_figures(replay: Replay, plan: EpochPlan, plan_step: int, rank: int) -> dict[str, Any]:
-    """Return the samples of a rank in a step of a plan, by micro-batch and pack."""
-    micro_batches = []
-    for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
-        packs = plan.samples(plan_step, rank, micro_batch)
-        micro_batches.append([_sample_figures(replay, pack.tolist()) for pack in packs])
-    return {"rank": rank, "micro_batches": micro_batches}
 
 
 def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
@@ -204,7 +199,7 @@ def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, 
     return figures
 
 
-def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+def step_lines(figures: Figures) -> Iterator[str]:
     """Yield the output of ``packtool inspect --step``."""
     pending = "" if figures["is_trained"] else ", not trained yet"
     tokens = f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} target tokens"
@@ -219,7 +214,7 @@ def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
                 yield from ("    " + line for line in _sample_lines(pack))
 
 
-def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+def _sample_lines(samples: Sequence[Figures]) -> list[str]:
     rows = []
     for sample in samples:
         tokens = f"{sample['tokens']:,} tokens", f"{sample['target_tokens']:,} target tokens"
@@ -235,7 +230,7 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     ``model`` is the present directory of the model, None if it has not moved since the run.
     """
     output_dir = run_directory(output_dir)
-    segments = segments_of(output_dir)  # (steps between two starts or resumes, step after the last of them)
+    segments = segments_of(output_dir)  # each from a start or resume to the next, with the step after it
     fingerprint, directory = _cache_of_row(output_dir, cache, row, [segment for segment, _ in segments])
     sample: dict[str, Any] = {"cache": directory, "sample": row}
     times: list[dict[str, Any]] = []
@@ -245,15 +240,26 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         if fingerprint not in fingerprints or not has_steps:
             continue
         replay = replay_segment(output_dir, segment, stop, model)
-        # Samples are numbered across all caches of the run, which may have the same cache several times.
-        first_positions = zip(replay.reader.offsets.tolist(), fingerprints, strict=False)
-        positions = [first + row for first, of_cache in first_positions if of_cache == fingerprint]
+        # Samples are numbered across all caches of the segment, which may have the same cache several times.
+        *offsets, _ = replay.reader.offsets.tolist()  # the number of the first sample of each cache
+        caches = zip(offsets, fingerprints, strict=True)
+        positions = [offset + row for offset, cache_fingerprint in caches if cache_fingerprint == fingerprint]
         if "tokens" not in sample:  # figures of the sample come from the first segment that has it
             sample = _sample_figures(replay, positions[:1])[0]
-        times += _times_trained(replay, positions)
+        for position in positions:
+            times += [_time_trained(replay, position, *location) for location in replay.occurrences(position)]
     _, num_trained_steps = segments[-1]
+    times.sort(key=lambda time_trained: int(time_trained["step"]))
     num_skipped = _count_skips(output_dir, fingerprint, row)
     return {**sample, "run": output_dir, "times": times, "num_skipped": num_skipped, "until_step": num_trained_steps}
+
+
+def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
+    """Count how often the run skipped a sample of a cache, up to its newest checkpoint."""
+    checkpoints = finished_checkpoints(output_dir)
+    ledger = read_ledger(checkpoints[-1]) if checkpoints else None
+    sources = () if ledger is None else (*ledger.sources, *ledger.retired)
+    return sum(int((source.skipped == row).sum()) for source in sources if source.fingerprint == fingerprint)
 
 
 def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequence[Segment]) -> tuple[str, str]:
@@ -279,36 +285,17 @@ def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequen
     return fingerprint, directory
 
 
-def _times_trained(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
-    """Return figures of the steps of a segment that trained a sample, in order; ``positions``: among all samples."""
-    times = []
-    for position in positions:
-        times += [_time_trained(replay, position, *location) for location in replay.occurrences(position)]
-    return sorted(times, key=lambda time_trained: int(time_trained["step"]))
-
-
-def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
-    """Count how often the run skipped a sample of a cache, up to its newest checkpoint."""
-    checkpoints = finished_checkpoints(output_dir)
-    ledger = read_ledger(checkpoints[-1]) if checkpoints else None
-    sources = () if ledger is None else (*ledger.sources, *ledger.retired)
-    return sum(int((source.skipped == row).sum()) for source in sources if source.fingerprint == fingerprint)
-
-
 def _time_trained(
     replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack.
+    """Return figures of a 0-based step that trained the sample at ``position``, and of its companions.
 
-    Without packing, and with Skrull, which divides packs, these are the samples that shared its micro-batch.
+    Companions are the other samples of its pack, or of its micro-batch if there are no packs or Skrull divides them.
     """
-    span = replay.timeline.span_at(step)  # the part of the step's epoch that has the same plan
+    span = replay.timeline.span_at(step)  # the steps around it that have the same plan
     plan, plan_step = span.plan, step - span.first_step
-    divides_packs = plan.placement is not None
-    if plan.summary.options.packing and not divides_packs:
-        packs = [plan.packs.pack(pack)]
-    else:
-        packs = list(plan.samples(plan_step, rank, micro_batch))
+    has_undivided_packs = plan.summary.options.packing and plan.placement is None
+    packs = [plan.packs.pack(pack)] if has_undivided_packs else list(plan.samples(plan_step, rank, micro_batch))
     companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
     return {
         "step": step + 1,
@@ -321,7 +308,7 @@ def _time_trained(
     }
 
 
-def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+def row_lines(figures: Figures) -> Iterator[str]:
     """Yield the output of ``packtool inspect --row`` for a run."""
     run = escape_line(figures["run"])
     times = figures["times"]
@@ -338,7 +325,7 @@ def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
             yield f"  and {num_unlisted:,} more"
 
 
-def _time_text(time_trained: Mapping[str, Any]) -> str:
+def _time_text(time_trained: Figures) -> str:
     """Describe a step in which a sample was trained, and its place in the step."""
     num_samples = plural(time_trained["num_samples_of_step"], "sample")
     num_others = plural(time_trained["num_companions"], "other sample")

@@ -54,8 +54,7 @@ class Hardware:
         unknown = [name for name in fields if name not in declared]
         problems = [f"{origin}: unknown field {name!r}{did_you_mean(name, declared)}" for name in unknown]
         values: dict[str, Any] = {"name": str(fields.get("name", origin))}
-        del declared["name"]
-        for name, field in declared.items():
+        for name, field in list(declared.items())[1:]:  # without the name
             if name not in fields:
                 if field.default is dataclasses.MISSING:
                     problems.append(f"{origin}: {name} is missing")

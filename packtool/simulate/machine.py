@@ -272,48 +272,52 @@ class Machine:
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
         """Compute times and memory by the formulas in the module's docstring, for each of R rows.
 
-        A row is one device's part of a micro-batch. ``targets``, (K,), are the labels of each sequence.
+        A row is one device's part of a micro-batch: its local sequences, and its equal share of the sharded ones.
+        ``targets``, (K,), are the labels of each sequence.
         """
         if self.recompute == "auto":
             return self._time_with_necessary_layers(schedule, targets)
-        tokens, devices_of_row = schedule.tokens, schedule.row_num_devices
-        devices_of_sequence = schedule.micro_batch_num_devices[schedule.micro_batch_of]
-        # Of each sequence, (K,):
-        local_attention_seconds = self.attention_seconds(tokens, 1)
-        sharded_attention_seconds = self.attention_seconds(tokens, devices_of_sequence)
-        window_seconds = self._window_seconds(tokens)
-
-        # Of each row, (R,):
-        row_tokens = schedule.sum_by_row(tokens)
-        row_targets = schedule.sum_by_row(targets)
-        linear = self.linear_seconds(row_tokens, row_targets)
-        linear_per_token = np.divide(linear, row_tokens, out=np.zeros_like(row_tokens), where=row_tokens > 0)
-        local_attention = schedule.sum_local(local_attention_seconds)
-        local_linear = linear_per_token * schedule.sum_local(tokens)
-        local = local_linear + local_attention + schedule.sum_local(window_seconds)
-        sharded_tokens = schedule.sum_sharded(tokens)  # of all devices of the micro-batch together
-        sharded_attention = schedule.sum_sharded(sharded_attention_seconds)
-        sharded_linear = linear_per_token * sharded_tokens / devices_of_row
-        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / devices_of_row
-        exposed = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
-        # While a device computes, the CPU launches kernels, and ZeRO-3 gathers weights; a row takes at least as long.
+        row_tokens = schedule.sum_by_row(schedule.tokens)
+        local, sharded, exposed = self._computing_seconds(schedule, targets)
+        # While a device computes, the CPU launches kernels, and ZeRO-3 gathers weights: no row takes less than these.
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         seconds = np.maximum(local + sharded + exposed, min_seconds)
-        gathered_bytes = np.where(devices_of_row > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED_COPIES, 0.0)
+        token_bytes = row_tokens * self.sizes.token_bytes(recompute=bool(self.recompute))
+        is_shared = schedule.row_num_devices > 1
+        gathered_bytes = schedule.sum_sharded(schedule.tokens) * self.sizes.kv_bytes * _GATHERED_COPIES
         return Timing(
             schedule=schedule,
             local=local,
             sharded=sharded,
             exposed=exposed,
             row_seconds=np.where(row_tokens > 0, seconds, 0.0),
-            memory=self.state_bytes
-            + row_tokens * self.sizes.token_bytes(recompute=bool(self.recompute))
-            + gathered_bytes,
+            memory=self.state_bytes + token_bytes + np.where(is_shared, gathered_bytes, 0.0),
             tokens=row_tokens,
             recomputed=np.full(len(row_tokens), float(self.recompute)),
             synchronisation=self.synchronisation_seconds,
             is_lock_step=self.zero_stage == 3,
         )
+
+    def _computing_seconds(self, schedule: SimulatedSchedule, targets: Int64Array) -> tuple[Seconds, Seconds, Seconds]:
+        """Compute the seconds (R,) of local and of sharded sequences, and of exchanges that attention does not hide."""
+        tokens, devices_of_row = schedule.tokens, schedule.row_num_devices
+        devices_of_sequence = schedule.micro_batch_num_devices[schedule.micro_batch_of]
+        # Seconds of each sequence, (K,): of full attention on each of its devices, and of windows on all of them.
+        attention_if_local = self.attention_seconds(tokens, 1)
+        attention_if_sharded = self.attention_seconds(tokens, devices_of_sequence)
+        windows = self._window_seconds(tokens)
+
+        # Of each row, (R,):
+        row_tokens = schedule.sum_by_row(tokens)
+        linear = self.linear_seconds(row_tokens, schedule.sum_by_row(targets))
+        linear_per_token = np.divide(linear, row_tokens, out=np.zeros_like(row_tokens), where=row_tokens > 0)
+        local_attention = schedule.sum_local(attention_if_local)
+        local = linear_per_token * schedule.sum_local(tokens) + local_attention + schedule.sum_local(windows)
+        sharded_tokens = schedule.sum_sharded(tokens)  # of all devices of the micro-batch together, unlike row_tokens
+        sharded_attention = schedule.sum_sharded(attention_if_sharded)
+        sharded_linear = linear_per_token * sharded_tokens / devices_of_row
+        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(windows) / devices_of_row
+        return local, sharded, self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
 
     def _time_with_necessary_layers(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
         """Time each row between the times without and with recomputation, by the share of layers that recompute."""

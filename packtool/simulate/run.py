@@ -148,7 +148,8 @@ class Outcome:
         timing, machine = self.timing, self.options.machine
         step_seconds = timing.step_seconds
         balance = imbalance(timing.busy_seconds)  # of each step
-        num_micro_batches = timing.sums(np.ones(len(timing.row_seconds)))  # (steps, devices)
+        # A row of the schedule is one device's part of a micro-batch.
+        num_micro_batches = timing.sums(np.ones(len(timing.row_seconds)))  # of each step and device
         tokens_per_second = 1 / self.seconds_per_token
         num_padded_tokens = int(timing.schedule.tokens.sum())
         peak_flops = float(step_seconds.sum()) * machine.world_size * machine.hardware.peak
@@ -172,7 +173,8 @@ class Outcome:
             "micro_batches": float(num_micro_batches.max(axis=1).mean()),
             "peak_memory_gb": float(timing.memory.max()) / 1e9,
             "recomputed_layers": self.recomputed_layers,
-            "most_tokens_on_a_device": int(np.ceil(timing.tokens.max())),  # shares may be fractions
+            # A device's equal share of a sharded sequence may be a fraction of a token.
+            "most_tokens_on_a_device": int(np.ceil(timing.tokens.max())),
             "out_of_memory_steps": int(self.out_of_memory.sum()),
         }
 
@@ -301,17 +303,19 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     begin = time.perf_counter()
     is_allowed = lengths <= (config.max_length or np.inf)
     sequences = arrange(lengths[is_allowed], options, targets[is_allowed])
-    outcomes = _simulate_with_progress(sequences, config.strategies, options, progress)
-    name = source
-    if config.cached_dataset:
-        name = names_of(config.cached_dataset)
-    elif config.lengths is not None:
-        name = names_of([config.lengths])
+    strategies = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))  # without repetitions
+    progress.start("simulating", len(strategies))
+    outcomes = []
+    for each in simulate(sequences, strategies, options):
+        outcomes.append(each)
+        progress.advance(1)
+    progress.finish()
+    paths = config.cached_dataset or ([config.lengths] if config.lengths is not None else [])
     return Simulation(
         outcomes=outcomes,
         options=options,
         source=source,
-        name=name,
+        name=names_of(paths) if paths else source,
         num_sequences=len(sequences),
         num_left_out=len(lengths) - len(sequences),
         model=model,
@@ -327,19 +331,6 @@ def _check_heads(config: SimulateConfig, sizes: ModelSizes) -> None:
             f"cannot be shared evenly by {config.sequence_parallel_size} GPUs",
             "Use ring or allgather, or another --sequence-parallel-size.",
         )
-
-
-def _simulate_with_progress(
-    sequences: Sequences, names: Iterable[str], options: SimulateOptions, progress: Progress
-) -> list[Outcome]:
-    strategies = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(names)))  # without repetitions
-    progress.start("simulating", len(strategies))
-    outcomes = []
-    for each in simulate(sequences, strategies, options):
-        outcomes.append(each)
-        progress.advance(1)
-    progress.finish()
-    return outcomes
 
 
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:

@@ -55,11 +55,15 @@ def place_in_groups(
                            [40 by two][18][21]
                            [ 9 ][ 11 ]
 
-    (numbers are tokens). A group of level l has 2^l devices. Larger groups come first and contain the smaller ones, so
-    that devices begin each sequence together. A sequence gets the smallest group that holds it and finishes it within a
-    time limit, or else the largest or fastest one. Yields the placements for several limits.
+    (a line of groups for each level, time from top to bottom, and the tokens of the sequence on each group). A group of
+    level l has 2^l neighboring devices. Devices work on the sequences of their largest group first, so that all devices
+    of a group begin its sequences together. A sequence gets the smallest group that holds it and finishes it within a
+    time limit. If no group holds it, it gets the largest one; if none is fast enough, the fastest one.
 
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
+
+    Yields:
+        the placement for each of several time limits.
     """
     sizes = _group_sizes(machine.world_size)  # by level
     # Of each sequence alone on a group of each level, (levels, n):
@@ -234,8 +238,9 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     num_steps = min(max(len(sequences) // per_step, 1), options.num_steps)
     sequences = sequences[: num_steps * per_step]
     order = np.arange(len(sequences))
-    if name == "sorted":
-        order = _sorted_order(sequences, options)
+    if name == "sorted":  # sequences of similar lengths are in the same step
+        rows = pack_singletons(sequences.lengths, options.longest_trainable, seed=options.seed, shuffle=False)
+        order = group_by_length(rows, per_step).samples
     # Devices that share sequences form a group; without sharing, each device is a group.
     is_unshared = name in ("padded", "packed", "packed-balanced")
     num_groups = options.machine.world_size if is_unshared else options.num_groups
@@ -247,12 +252,6 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
         for batch in place_step(sequences[samples], options, num_groups):
             batches.append(batch._replace(step=step, samples=samples[batch.samples]))
     return schedule_of(batches, sequences, options, is_padded=name in ("padded", "context-parallel", "sorted"))
-
-
-def _sorted_order(sequences: Sequences, options: SimulateOptions) -> Int64Array:
-    """Return the order of the sequences, (N,), in which each step has sequences of similar lengths."""
-    rows = pack_singletons(sequences.lengths, options.longest_trainable, seed=options.seed, shuffle=False)
-    return group_by_length(rows, options.sequences_per_step).samples
 
 
 def _rows(sequences: Sequences, options: SimulateOptions, num_groups: int, max_rows: int) -> Iterator[PlacedBatch]:
@@ -284,22 +283,24 @@ def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int)
 
     As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), but no sequence moves to a later step.
     """
-    group_size = options.machine.world_size // num_groups
-    capacity = options.packing_length * group_size
-    cost = options.machine.sizes.cost
+    machine = options.machine
+    group_size = machine.world_size // num_groups  # devices of a group, which share each of its packs
+    max_pack_tokens = options.packing_length * group_size
+    cost = machine.sizes.cost
+    # Tokens of each sequence with padding, and its FLOPs with the slower ones of attention counted more.
     tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(group_size))
     flops = cost(tokens, cost.attention(tokens), sequences.targets)
-    work, _ = options.machine.step_time(group_size).work(tokens, flops, group_size)
-    capped_tokens = np.minimum(tokens, capacity).tolist()  # a longer sequence gets a pack of its own
-    # The fewest packs per group in which all sequences fit.
+    work, _ = machine.step_time(group_size).work(tokens, flops, group_size)
+    capped_tokens = np.minimum(tokens, max_pack_tokens).tolist()  # a longer sequence gets a pack of its own
+    # Use the fewest packs per group in which all sequences fit.
     packs: list[list[int]] | None = None
-    packs_per_group = math.ceil(sum(capped_tokens) / (capacity * num_groups))
+    packs_per_group = math.ceil(sum(capped_tokens) / (max_pack_tokens * num_groups))
     while packs is None:
-        packs = divide_evenly(capped_tokens, work.tolist(), packs_per_group * num_groups, capacity)
+        packs = divide_evenly(capped_tokens, work.tolist(), packs_per_group * num_groups, max_pack_tokens)
         packs_per_group += 1
     for number, pack in enumerate(packs):
-        group = number % num_groups
-        yield PlacedBatch(group * group_size, group_size, np.array(sorted(pack), np.int64))
+        first_device = number % num_groups * group_size
+        yield PlacedBatch(first_device, group_size, samples=np.array(sorted(pack), np.int64))
 
 
 def _skrull(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:

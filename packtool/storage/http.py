@@ -111,25 +111,25 @@ class HttpStore:
 
         Not by a HEAD request, because addresses that are signed for reading refuse it.
         """
+
+        async def read_state() -> FileState:
+            async with await self._get(path, "bytes=0-0") as response:
+                if response.status == 416:  # the file has no first byte
+                    return FileState(0, _tag(response))
+                _check_status(response)
+                size = _size(response)
+                if size is None:  # the server does not send the size
+                    size = 0
+                    async for chunk in response.content.iter_chunked(_CHUNK):
+                        size += len(chunk)
+                return FileState(size, _tag(response))
+
         try:
-            return await with_retries(partial(self._read_state, path))
+            return await with_retries(read_state)
         except HttpStatus as error:
             if is_missing(error):
                 return None
             raise
-
-    async def _read_state(self, path: str) -> FileState:
-        """Request a file's first byte, and return the size and entity tag of the file."""
-        async with await self._get(path, "bytes=0-0") as response:
-            if response.status == 416:  # the file has no first byte
-                return FileState(0, _tag(response))
-            _check_status(response)
-            size = _size(response)
-            if size is None:  # the server does not send the size
-                size = 0
-                async for chunk in response.content.iter_chunked(_CHUNK):
-                    size += len(chunk)
-            return FileState(size, _tag(response))
 
     def is_directory(self, path: str) -> bool:
         return False

@@ -202,6 +202,10 @@ def _connect(scheme: str) -> Any:
     return session.create_client("s3", config=config, **settings)
 
 
+# OSS and older servers reject the trailing checksums that botocore sends by default.
+_NO_CHECKSUMS = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+
+
 def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]:
     """Return the arguments of the client for ``s3`` or ``oss``; botocore reads the credentials of S3 itself.
 
@@ -214,24 +218,15 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
         "max_pool_connections": _MAX_CONNECTIONS,
     }
     if scheme == "oss":
-        return _oss_credentials(settings) | {"config": config | _oss_config(settings)}
+        region = {"region_name": settings.oss_region} if settings.oss_region else {}
+        own_config = {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4", **region}
+        return _oss_credentials(settings) | {"config": config | _NO_CHECKSUMS | own_config}
     if settings.s3_endpoint:
         if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
             config |= _NO_CHECKSUMS
         if _needs_path_style(settings.s3_endpoint):
             config["s3"] = {"addressing_style": "path"}
     return {"config": config}
-
-
-# OSS and older servers reject the trailing checksums that botocore sends by default.
-_NO_CHECKSUMS = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
-
-
-def _oss_config(settings: StorageOptions) -> dict[str, Any]:
-    config = _NO_CHECKSUMS | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
-    if settings.oss_region:
-        config["region_name"] = settings.oss_region
-    return config
 
 
 def _oss_credentials(settings: StorageOptions) -> dict[str, Any]:

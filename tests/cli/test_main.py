@@ -43,7 +43,7 @@ def test_help_names_every_option(command: str, settings: type, capsys: pytest.Ca
     assert run([command, "--help"]) == 0
     message = capsys.readouterr().out
     for field in dataclasses.fields(settings):
-        for name in option_names(field) if field.metadata["flag"] else ():
+        for name in option_names(field) if field.metadata["panel"] else ():
             assert name in message
 
 

@@ -10,6 +10,12 @@ import numpy as np
 from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.report.tables import Histogram
 
+SWEEP_FIGURES = (
+    *("packing_length", "num_packs", "samples_per_pack", "fill", "over_lower_bound", "steps_per_epoch", "filtered"),
+    "num_samples_in_caches",
+)
+"""Figures of a plan that the page of a sweep shows."""
+
 
 def content(
     title: str = "cache",

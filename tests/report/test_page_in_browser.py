@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from packtool.cli.main import run
-from packtool.report.plan import _COLUMNS, sweep_page
+from packtool.report.plan import sweep_page
 from packtool.report.plan_page import page
 from packtool.report.tables import length_histogram, source_rows
 from tests.report.browser import Browser, find, running_browser
-from tests.report.contents import content, content_with_trees
+from tests.report.contents import SWEEP_FIGURES, content, content_with_trees
 
 DESK, PHONE, SMALL_PHONE = 1280, 390, 320  # CSS pixels
 
@@ -200,7 +200,7 @@ def test_names_with_scripts_are_escaped(browser: Browser, layout_of: Callable[..
     """Names of rows, caches and manifests are shown as text, and request nothing."""
     parts = content(title=EVIL, reason=EVIL, command=f"packtool plan {EVIL}")
     parts |= {"figures": [(EVIL, EVIL), *parts["figures"]], "headline": [(EVIL, EVIL, EVIL)]}
-    rows = [{name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}]
+    rows = [dict.fromkeys(SWEEP_FIGURES, 1) | {"shared_prefixes": None}]
     for text in (page(parts), sweep_page(rows, EVIL, EVIL)):
         text = text.replace("<head>", "<head><script>window.hits = 0; window.hit = () => { hits += 1; };</script>")
         layout = layout_of(text, DESK)

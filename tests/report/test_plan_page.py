@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.report.drawing import Box, Drawing, Note
-from packtool.report.plan import _COLUMNS, sweep_page
+from packtool.report.plan import sweep_page
 from packtool.report.plan_page import (
     balance_chart,
     blocks_drawing,
@@ -20,7 +20,7 @@ from packtool.report.plan_page import (
     tree_drawing,
 )
 from packtool.report.tables import length_histogram
-from tests.report.contents import branches, content, content_with_trees
+from tests.report.contents import SWEEP_FIGURES, branches, content, content_with_trees
 
 HOSTILE = ("<b>'", "<i onload", "\u202e", "\x1b", "\x07")
 
@@ -139,7 +139,7 @@ def test_foreign_text_is_escaped() -> None:
     evil = "<b>'\"&\u202e\x1b]0;t\x07_<i onload=hit()>"
     parts = content(title=evil, reason=evil, command=f"packtool {evil}")
     parts = parts | {"figures": [(evil, evil)], "headline": [(evil, evil, evil)]}
-    row = {name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}
+    row = dict.fromkeys(SWEEP_FIGURES, 1) | {"shared_prefixes": None}
     for text in (page(parts), sweep_page([row], evil, evil)):
         assert [part for part in HOSTILE if part in text] == []
         assert "&lt;b&gt;&#39;&#34;&amp;\\u202e\\x1b]0;t\\x07_" in text.replace("<wbr>", "")

@@ -115,7 +115,7 @@ def non_default_options(config: TrainConfig | PlanConfig | VerifyConfig) -> dict
 def option_words(config: TrainConfig | PlanConfig | VerifyConfig) -> list[str]:
     """The settings other than defaults, as words of a command line."""
     words: list[str] = []
-    has_flag = {setting.name: setting.metadata["flag"] for setting in dataclasses.fields(config)}
+    has_flag = {setting.name: setting.metadata["panel"] is not None for setting in dataclasses.fields(config)}
     for name, value in non_default_options(config).items():
         if isinstance(value, Mapping) and not has_flag[name]:
             for key, item in value.items():
