@@ -24,18 +24,8 @@ from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, comma
 from packtool.cli.plan import run_pack, run_plan, run_simulate
 from packtool.cli.train import run_demo_command, run_eval, run_merge, run_train, run_verify
 from packtool.cli.translate import run_translate
+from packtool.config import commands
 from packtool.config.codes import INTERNAL_ERROR
-from packtool.config.commands import (
-    CheckConfig,
-    DemoConfig,
-    EvalConfig,
-    ExplainConfig,
-    InspectConfig,
-    MergeConfig,
-    SchemaConfig,
-    TranslateConfig,
-    VerifyConfig,
-)
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.config.plan import PackConfig, PlanConfig
 from packtool.config.settings import FALSE_WORDS
@@ -107,20 +97,20 @@ app = typer.Typer(
 _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "export": (ExportConfig, run_export, "Tokenize rows into a cache."),
     "import": (ImportConfig, run_import, "Make a cache from data that another tool has tokenized."),
-    "check": (CheckConfig, run_check, "Check rows in CI, without writing a cache."),
+    "check": (commands.CheckConfig, run_check, "Check rows in CI, without writing a cache."),
     "train": (TrainConfig, run_train, "Train on packed samples; set NPROC_PER_NODE=8 to use 8 GPUs."),
     "sft": (TrainConfig, run_train, "Alias of train."),
-    "eval": (EvalConfig, run_eval, "Compute loss, perplexity and accuracy of every sample."),
-    "merge": (MergeConfig, run_merge, "Merge an adapter into its base model."),
-    "demo": (DemoConfig, run_demo_command, "Run export and training on a small synthetic dataset."),
-    "explain": (ExplainConfig, run_explain, "Explain the code of a message or of a dropped row."),
-    "inspect": (InspectConfig, run_inspect, "Show a cache, its samples, or what a run has trained."),
+    "eval": (commands.EvalConfig, run_eval, "Compute loss, perplexity and accuracy of every sample."),
+    "merge": (commands.MergeConfig, run_merge, "Merge an adapter into its base model."),
+    "demo": (commands.DemoConfig, run_demo_command, "Run export and training on a small synthetic dataset."),
+    "explain": (commands.ExplainConfig, run_explain, "Explain the code of a message or of a dropped row."),
+    "inspect": (commands.InspectConfig, run_inspect, "Show a cache, its samples, or what a run has trained."),
     "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),
     "pack": (PackConfig, run_pack, "Write packs to files for other trainers."),
-    "schema": (SchemaConfig, run_schema, "Print a JSON Schema, with which editors check YAML files."),
+    "schema": (commands.SchemaConfig, run_schema, "Print a JSON Schema, with which editors check YAML files."),
     "simulate": (SimulateConfig, run_simulate, "Simulate step times of training strategies on a GPU cluster."),
-    "translate": (TranslateConfig, run_translate, "Translate configurations of other tools into packtool's."),
-    "verify": (VerifyConfig, run_verify, "Check that packing does not change a model's outputs."),
+    "translate": (commands.TranslateConfig, run_translate, "Translate configurations of other tools into packtool's."),
+    "verify": (commands.VerifyConfig, run_verify, "Check that packing does not change a model's outputs."),
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # Option of a command's positional values, and how the usage line shows them.

@@ -6,17 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from packtool.config import data
 from packtool.config.conflicts import Settings
-from packtool.config.data import (
-    CHECK_AGAINST_HELP,
-    DATASET_HELP,
-    AccessOptions,
-    CacheOptions,
-    EncodeSpec,
-    MediaCacheOptions,
-    RowOptions,
-    row_option_problems,
-)
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType, QuantizationOptions
 from packtool.config.packages import PackageOptions
 from packtool.config.packing import SEQUENCE_PARALLELISM, LaunchOptions, ParallelOptions, SharingOptions
@@ -27,7 +18,7 @@ _THRESHOLD = re.compile(r"\d+|\d+(\.\d+)?%")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig(AccessOptions):
+class InspectConfig(data.AccessOptions):
     """Settings of ``packtool inspect``."""
 
     directory: str = option(REQUIRED, "Inspect this cache, or this --output-dir of a run.", path=True)
@@ -69,23 +60,23 @@ class ExplainConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig(RowOptions, EncodeSpec, PackageOptions):
+class CheckConfig(data.RowOptions, data.EncodeSpec, PackageOptions):
     """Settings of ``packtool check``."""
 
     COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
         *("dataset", "model", "max_dropped", "markdown", "gitlab", "github", "max_length", "truncation_strategy"),
     )
 
-    dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP, path=True)
+    dataset: tuple[str, ...] = option(REQUIRED, data.DATASET_HELP, path=True)
     max_dropped: str = option("0", "Fail if more than this number of rows is dropped, or percentage, such as 1%.")
-    check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP, path=True)
+    check_against: tuple[str, ...] = row_option((), data.CHECK_AGAINST_HELP, path=True)
     max_overlap: str | None = row_option(None, "Fail if more rows than this number, or percentage, overlap.")
     markdown: str | None = option(None, "Write the summary to this Markdown file.", path=True)
     gitlab: str | None = option(None, "Write a code quality report for GitLab to this JSON file.", path=True)
     github: bool = option(False, "Print annotations for GitHub on stderr.", env="GITHUB_ACTIONS")
 
     def value_problems(self) -> list[str]:
-        problems = row_option_problems(self.expand_turns, self.loss_scale, self.chat_template_kwargs)
+        problems = data.row_option_problems(self.expand_turns, self.loss_scale, self.chat_template_kwargs)
         for name, threshold in (("--max-dropped", self.max_dropped), ("--max-overlap", self.max_overlap or "0")):
             if _THRESHOLD.fullmatch(threshold) is None:
                 problems.append(f"{name} {threshold}: give a number of rows, or a percentage such as 1%")
@@ -109,7 +100,7 @@ class SchemaConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions):
+class VerifyConfig(data.CacheOptions, data.AccessOptions, ParallelOptions, LaunchOptions, SharingOptions):
     """Settings of ``packtool verify``."""
 
     model: str = option(REQUIRED, "Check this model, a directory or hub id.")
@@ -138,9 +129,9 @@ MAX_TOKENS_HELP = "Limit each forward pass of evaluation to N tokens."
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(
-    CacheOptions,
-    MediaCacheOptions,
-    AccessOptions,
+    data.CacheOptions,
+    data.MediaCacheOptions,
+    data.AccessOptions,
     ParallelOptions,
     LaunchOptions,
     SharingOptions,
