@@ -232,11 +232,9 @@ class CacheReader:
 
     def _read_index(self, cache: int) -> dict[str, IntArray]:
         """Return the index columns of a cache, (N,) each, by name."""
-        manifest = self.manifests[cache]
-        if self.copies.verify == "never":  # an empty checksum is not compared
-            splits = {name: replace(info, index_sha256="") for name, info in manifest.splits.items()}
-            manifest = replace(manifest, splits=splits)
-        return self._read_file(cache, INDEX_NAME, partial(read_index, self.directories[cache], manifest, self.split))
+        is_checked = self.copies.verify != "never"
+        read = partial(read_index, self.directories[cache], self.manifests[cache], self.split, is_checked=is_checked)
+        return self._read_file(cache, INDEX_NAME, read)
 
     def prefixes(self) -> SplitPrefixes | None:
         """Return the prefixes of all samples; None if one of the caches has no ``prefixes.arrow``."""

@@ -48,7 +48,7 @@ from packtool.rows.forms.columns import RowProblem
 from packtool.rows.forms.media import lone_mark_detail
 from packtool.rows.media_policy import NOT_ALLOWED
 from packtool.rows.parsing import Problem
-from packtool.rows.read import media_refs, samples_of
+from packtool.rows.read import first_samples, media_refs
 from packtool.rows.sample import Dropped, MediaKind, MediaRef, Sample, Turn, guard_row
 from packtool.rows.source import RowBlock, Source
 
@@ -141,58 +141,33 @@ class Encoder:
     def _encode_split(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode samples as they are; the texts of all are tokenized in one call."""
         items = [self._render_or_drop(sample) for sample in samples]
-        ends_by_chunk = self._tokenize_ends(items)
-        ids_by_chunk = self._tokenize_chunks(items, ends_by_chunk)
-        results: list[list[EncodedSample] | Dropped] = []
-        start = 0  # index of the sample's first chunk among those of all samples
-        for item in items:
-            if isinstance(item, Dropped):
-                results.append(item)
-                continue
-            stop = start + len(item.expanded.chunks)
-            num_omitted = sum(ends.num_omitted for i, ends in ends_by_chunk.items() if start <= i < stop)
-            tokenized = self._tokenize(item, ids_by_chunk[start:stop], num_omitted)
-            results.append(truncate(tokenized, self.spec))
-            start = stop
-        return results
+        rendered = [(item, self._tokenize_ends(item)) for item in items if isinstance(item, _Rendered)]
+        chunks = [
+            chunk._replace(text="") if i in ends else chunk
+            for item, ends in rendered
+            for i, chunk in enumerate(item.expanded.chunks)
+        ]
+        ids = iter(self._chunk_tokenizer.encode(chunks))
+        tokenized = (
+            self._tokenize(item, list(islice(ids, len(item.expanded.chunks))), ends) for item, ends in rendered
+        )
+        return [item if isinstance(item, Dropped) else truncate(next(tokenized), self.spec) for item in items]
 
-    def _tokenize_chunks(
-        self, items: Sequence[_Rendered | Dropped], ends_by_chunk: Mapping[int, TextEnds]
-    ) -> list[list[int]]:
-        """Return the ids of each expanded chunk of all samples, tokenized in one call; of some texts only the ends."""
-        chunks = [chunk for item in items if isinstance(item, _Rendered) for chunk in item.expanded.chunks]
-        for i in ends_by_chunk:
-            chunks[i] = chunks[i]._replace(text="")
-        ids_by_chunk = self._chunk_tokenizer.encode(chunks)
-        for i, ends in ends_by_chunk.items():
-            ids_by_chunk[i] = ends.ids
-        return ids_by_chunk
-
-    def _tokenize_ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, TextEnds]:
+    def _tokenize_ends(self, item: _Rendered) -> dict[int, TextEnds]:
         """Tokenize very long texts at both ends only, if truncation certainly removes the tokens in the middle.
 
         That is so if truncation keeps the first or the last ``max_length`` tokens of a sample. Samples with media or
         with rules of the loss scale are not shortened, because locating either needs the tokens of the entire text.
-        Return the ends of each such text by its chunk's index among the expanded chunks of all samples.
+        Return the ends of each such text by the index of its expanded chunk.
         """
-        ends_by_chunk: dict[int, TextEnds] = {}
-        if self.spec.truncation_strategy not in ("left", "right"):
-            return ends_by_chunk
-        max_length = self.spec.max_length
+        is_shortened = self.spec.truncation_strategy in ("left", "right")
+        if not is_shortened or item.expanded.media_ranges or self._loss_scale(item.sample).rules:
+            return {}
+        chunks, max_length = item.expanded.chunks, self.spec.max_length
         min_chars = 2 * max_length * _CHARS_PER_TOKEN  # of both ends
-        start = 0  # index of the sample's first expanded chunk among those of all samples
-        for item in items:
-            if isinstance(item, Dropped):
-                continue
-            chunks = item.expanded.chunks
-            needs_all_tokens = item.expanded.media_ranges or self._loss_scale(item.sample).rules
-            for i, chunk in enumerate(chunks):
-                if not needs_all_tokens and len(chunk.text) > min_chars:
-                    ends = self._chunk_tokenizer.ends(chunks, i, max_length)
-                    if ends is not None:
-                        ends_by_chunk[start + i] = ends
-            start += len(chunks)
-        return ends_by_chunk
+        long_chunks = [i for i, chunk in enumerate(chunks) if len(chunk.text) > min_chars]
+        ends_by_chunk = {i: self._chunk_tokenizer.ends(chunks, i, max_length) for i in long_chunks}
+        return {i: ends for i, ends in ends_by_chunk.items() if ends is not None}
 
     @cached_property
     def _prepared_rows(self) -> PreparedRows:
@@ -354,18 +329,24 @@ class Encoder:
                 self._measured_media[key] = medium
         return medium
 
-    def _tokenize(self, rendered: _Rendered, ids_by_chunk: list[list[int]], num_omitted: int) -> Tokenized:
+    def _tokenize(
+        self, rendered: _Rendered, ids_by_chunk: list[list[int]], ends_by_chunk: Mapping[int, TextEnds]
+    ) -> Tokenized:
         """Join the ids of a sample's expanded chunks, and locate its turns and media among them.
 
-        ``num_omitted``: tokens in the middle of very long texts that ``ids_by_chunk`` does not contain.
+        ``ends_by_chunk`` has the ids of very long texts, from ``_tokenize_ends``; those of all other texts are in
+        ``ids_by_chunk``.
         """
         sample = rendered.sample
+        for i, ends in ends_by_chunk.items():
+            ids_by_chunk[i] = ends.ids
         tokens = join_tokens(rendered.expanded, ids_by_chunk, self._vocabulary.ids, self._encode_one)
         turns = self._locate_turns(rendered, tokens, ids_by_chunk)
         borders = None
         if sample.part is not None:  # the row has other samples, which may begin with the same tokens up to a border
             positions = {position for turn in turns for position in (*turn.header, *turn.span)}
             borders = np.array(sorted(positions), np.int32)
+        num_omitted = sum(ends.num_omitted for ends in ends_by_chunk.values())
         trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]
         return Tokenized(
             sample=sample,
@@ -374,7 +355,8 @@ class Encoder:
             spans=tokens.spans,
             media=rendered.media,
             weights=self._weights(rendered, tokens, turns),
-            num_removed=rendered.expanded.num_omitted_controls + num_omitted,
+            num_removed=rendered.expanded.num_omitted_controls
+            + sum(ends.num_omitted for ends in ends_by_chunk.values()),
             borders=borders,
         )
 
@@ -540,8 +522,7 @@ def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source
     if files.chat_template:
         return
     for source, blocks in sources:
-        rows = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
-        first = next((row for row in rows if isinstance(row, Sample)), None)
+        first = next(iter(first_samples(source, blocks)), None)
         if first is not None and not first.is_text and first.tokens is None:
             raise ConfigError(
                 f"--model {model} has no chat template (base models have none), and {source.label} holds conversations",
@@ -568,9 +549,8 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
 
 def first_row_error(source: Source, blocks: Iterable[RowBlock]) -> str | None:
     """Check the first block of rows before a long run: return a warning if no row may read its media, else None."""
-    items = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
-    with_media = [refs for item in items if isinstance(item, Sample) and (refs := media_refs(item))]
-    refusals = [next(filter(None, map(_refusal, refs)), None) for refs in with_media]
+    media_of_rows = filter(None, map(media_refs, first_samples(source, blocks)))
+    refusals = [next(filter(None, map(_refusal, refs)), None) for refs in media_of_rows]
     if not refusals or not all(refusals):
         return None
     return f"{source.label}: the first {len(refusals)} rows with media will be dropped ({NOT_ALLOWED}): {refusals[0]}"

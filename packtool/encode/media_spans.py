@@ -259,7 +259,7 @@ def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
         pad_spans = _pad_spans(sample.input_ids == pad, num_pads)
         for medium, (start, stop) in zip(media[kind], pad_spans, strict=True):
             span = MediumSpan(medium, start, stop)
-            if isinstance(medium, EncodedAudio) and _is_track(medium):
+            if isinstance(medium, EncodedAudio) and medium.path is None and medium.data is None:
                 track_spans.append(span)
             else:
                 spans.append(span)
@@ -277,11 +277,6 @@ def _with_tracks(spans: Sequence[MediumSpan], track_spans: Sequence[MediumSpan])
             span = MediumSpan(span.medium, min(span.start, track.start), max(span.stop, track.stop))
         extended.append(span)
     return extended
-
-
-def _is_track(sound: EncodedAudio) -> bool:
-    """Return whether a sound is the track of a video, in whose file it is."""
-    return sound.path is None and sound.data is None
 
 
 def _pad_spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from typing import Any
 from packtool.config.data import EncodeSpec, ExpandTurns
 from packtool.constants import MEDIA_MARKS
 from packtool.encode.encoded import EncodedRow, EncodedSample
-from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, parse_loss_scale
+from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, LossScale, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TurnChunks, TurnFinder
 from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
@@ -87,11 +87,9 @@ class RowSplitter:
         trained = [index for index in answers if _is_trained(sample.turns[index], index in trained_by_scale)]
         if scale.base == "all" or not trained or answers == [last_turn]:
             return [sample]
+        trained_by_end = {index: {index} for index in trained}
         if self._spec.expand_turns == "auto":
-            ignores_empty = KEEP_EMPTY_THINK not in scale.rules
-            trained_by_end = self._needed_samples(sample, answers, trained, ignores_empty_thinking=ignores_empty)
-        else:
-            trained_by_end = {index: {index} for index in trained}
+            trained_by_end = self._needed_samples(sample, answers, trained, scale)
         ends = list(trained_by_end)  # indexes of the turns that end a sample
         if not ends or ends == [last_turn]:
             return [sample]
@@ -100,7 +98,7 @@ class RowSplitter:
         return _samples_by_end(sample, trained_by_end, answers)
 
     def _needed_samples(
-        self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty_thinking: bool
+        self, sample: Sample, answers: Sequence[int], trained: Sequence[int], scale: LossScale
     ) -> dict[int, set[int]]:
         """Return the samples that ``--expand-turns auto`` needs, as ``_group_turns``; none if one sample is enough."""
         try:
@@ -111,25 +109,18 @@ class RowSplitter:
             return {}
         if len(trained) == 1:
             return {index: {index} for index in trained}
-        return self._group_turns(sample, finder, answers, trained, ignores_empty_thinking=ignores_empty_thinking)
+        return self._group_turns(sample, finder, answers, trained, scale)
 
     def _group_turns(
-        self,
-        sample: Sample,
-        finder: TurnFinder,
-        answers: Sequence[int],
-        trained: Sequence[int],
-        *,
-        ignores_empty_thinking: bool,
+        self, sample: Sample, finder: TurnFinder, answers: Sequence[int], trained: Sequence[int], scale: LossScale
     ) -> dict[int, set[int]]:
         """Group trained turns into the fewest samples in which each is rendered as at the end of a conversation.
 
         From the last turn backwards: a turn joins the sample after it if the conversation up to the turn is rendered as
-        a prefix of that sample.
+        a prefix of that sample. Empty thinking blocks make no difference, unless ``scale`` trains them.
 
         Args:
             answers, trained: indexes of the assistant's turns, and of those that are trained; ascending.
-            ignores_empty_thinking: renderings that differ only by empty thinking blocks are equal.
 
         Returns:
             by the index of the turn that ends a sample, ascending: the indexes of the turns that the sample trains.
@@ -148,7 +139,7 @@ class RowSplitter:
             if len(turns) != num_answers:
                 return {}
             chunks = chunks[: turns[-1].last]  # without the token that ends the turn, which may differ after the last
-            if ignores_empty_thinking:
+            if KEEP_EMPTY_THINK not in scale.rules:
                 chunks = _without_empty_thinking(chunks, turns, header_text=finder.header[-1].text)
             is_prefix = chunks == sample_chunks[: len(chunks)]
             if not trained_by_end or not is_prefix:

@@ -139,32 +139,16 @@ def load_video(
         return _load_listed_frames(frames[: len(indices)], policy)
     ref = MediaRef(path, data, policy=policy)
     numbers = sorted(set(indices))  # a frame that is requested twice is decoded once
-    pixels, missing = _seek_frames(ref, numbers, shape)
-    if pixels is None or missing:
+    for frame_reader in (needed_frames, all_frames):
         try:
-            pixels, missing = _decode_frames(ref, numbers, all_frames, shape)
+            pixels, missing = _decode_frames(ref, numbers, frame_reader, shape)
         except MediaProblem as problem:
-            raise media_error(problem) from problem
-    if pixels is None or missing:
-        raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
-    if len(numbers) == len(indices):
-        return pixels
-    return pixels[np.searchsorted(numbers, indices)]
-
-
-def _seek_frames(
-    ref: MediaRef, numbers: Sequence[int], shape: tuple[int, int, int] | None
-) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Return the same as ``_decode_frames``, by seeking; None and all numbers if the file cannot be decoded that way.
-
-    A MediaError if the file cannot be opened, so that decoding it from the beginning would fail, too.
-    """
-    try:
-        return _decode_frames(ref, numbers, needed_frames, shape)
-    except MediaProblem as problem:
-        if problem.reason != "media_unreadable":
-            raise media_error(problem) from problem
-        return None, list(numbers)
+            if frame_reader is all_frames or problem.reason != "media_unreadable":  # else seeking may be the cause
+                raise media_error(problem) from problem
+            continue
+        if pixels is not None and not missing:
+            return pixels if len(numbers) == len(indices) else pixels[np.searchsorted(numbers, indices)]
+    raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
 
 
 def _load_listed_frames(

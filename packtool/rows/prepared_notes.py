@@ -7,7 +7,7 @@ from itertools import islice
 
 from packtool.rows.forms.columns import NAMES, TOKEN_COLUMNS
 from packtool.rows.forms.prepared import PREPARED
-from packtool.rows.read import read_block, samples_of
+from packtool.rows.read import first_samples, read_block
 from packtool.rows.sample import Sample
 from packtool.rows.source import RowBlock, ScannedSource, Source
 
@@ -54,7 +54,7 @@ def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     first_blocks = list(islice(blocks, 1))
     rows = (row for block in first_blocks for _, row in read_block(source, block))
     keys = {key for row in rows if isinstance(row, dict) for key in row}
-    samples = [row for row in samples_of(source, first_blocks, may_hold_secrets=True) if isinstance(row, Sample)]
+    samples = first_samples(source, first_blocks)
     used_columns = _used_columns(source, keys, samples)
     statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used_columns) or 'none'}"]
     if samples and all(sample.is_text for sample in samples):  # ``is_text`` of tokenized rows: they have no labels

@@ -70,6 +70,12 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
             yield sample
 
 
+def first_samples(source: Source, blocks: Iterable[RowBlock]) -> list[Sample]:
+    """Return the samples of a source's first block of rows, without rows that are dropped."""
+    rows = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
+    return [row for row in rows if isinstance(row, Sample)]
+
+
 def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:
     """Turn a row into a sample; drop it if that fails, or if it names a URL with a secret and may not."""
     try:
