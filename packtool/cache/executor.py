@@ -239,7 +239,6 @@ def _actor_died_error(task: Task, error: Exception) -> PacktoolError:
 
 
 def _report_result(result: TaskResult, report: Report) -> None:
-    """Report the rows, drops and tokens of a task."""
     num_dropped = sum(result.counts.dropped.values())
     num_tokens = sum(split.counts.tokens for split in result.splits.values())
     report(result.counts.rows, num_dropped, num_tokens)

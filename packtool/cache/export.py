@@ -299,7 +299,6 @@ class _Export:
         )
 
     def _missing_shards_error(self, missing: Sequence[int]) -> DataError:
-        """Return the error of ``--finalize`` for tasks that no part has finished."""
         shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         return DataError(
             f"{self.config.output_dir} cannot be finished: {len(missing)} of {len(self.tasks)} shards are missing "
@@ -309,7 +308,6 @@ class _Export:
         )
 
     def _repair(self, directory: str, lock: DirectoryLock) -> ExportSummary:
-        """Recreate the damaged files of the finished cache."""
         manifest = output_dir.find_same(directory, self.identity, self.specs)
         if manifest is None:
             message = f"--repair: {directory} holds no finished cache"

@@ -332,7 +332,6 @@ def _rows_of(index: pa.Table) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
 
 
 def _place(rows: Mapping[str, npt.NDArray[Any]], sources: Sequence[str], i: int) -> dict[str, Any]:
-    """Return split, file and number of a row."""
     split = VAL_SPLIT if rows["is_val"][i] else TRAIN_SPLIT
     return {"split": split, "source": sources[rows["source"][i]], "row": int(rows["row"][i])}
 

@@ -354,7 +354,6 @@ class Manifest(InputCounts):
 
 
 def _no_cache_error(directory: str) -> MismatchError:
-    """Return the error for a directory without a manifest."""
     if amount := amount_suffix(directory):
         return MismatchError(
             f"{directory} is not a cache: the suffix #{amount} selects samples for training, and this command "

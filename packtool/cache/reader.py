@@ -296,7 +296,6 @@ class CacheReader:
 
 
 def _has_local_media(sample: EncodedSample) -> bool:
-    """Return whether a medium of a sample is read from a local file."""
     files = (file for medium in sample.media for file in files_of(medium))
     return any(data is None and path is not None and not storage.is_remote(path) for path, data in files)
 

@@ -242,11 +242,9 @@ def _is_broken(text: str, tokens: BoxTokens) -> bool:
 
 
 def _texts(sample: Sample) -> Iterator[str]:
-    """Return the texts of a sample's turns and responses, in order."""
     answers = (turn for response in sample.responses for turn in response.turns)
     return (text for turn in chain(sample.turns, answers) for text in turn.texts)
 
 
 def _is_nested(value: Any) -> bool:
-    """Return whether a JSON value is a list of boxes, not a single box."""
     return bool(value) and all(isinstance(each, list) for each in value)

@@ -115,7 +115,6 @@ class Encoder:
         return vocabulary, template, turn_finder
 
     def _check_control_tokens(self) -> None:
-        """Raise ConfigError if the tokenizer lacks tokens that the model requires for media."""
         missing = [token for token in self._media.control_tokens if token not in self._vocabulary.ids]
         if missing:
             raise ConfigError(
@@ -355,8 +354,7 @@ class Encoder:
             spans=tokens.spans,
             media=rendered.media,
             weights=self._weights(rendered, tokens, turns),
-            num_removed=rendered.expanded.num_omitted_controls
-            + sum(ends.num_omitted for ends in ends_by_chunk.values()),
+            num_removed=rendered.expanded.num_omitted_controls + num_omitted,
             borders=borders,
         )
 

@@ -42,23 +42,20 @@ def load_audio(
     path: str | None,
     data: bytes | None,
     sampling_rate: int,
-    num_samples: int | None = None,
+    num_samples: int,
     policy: MediaPolicy = ANY,
 ) -> npt.NDArray[np.float32]:
     """Return the first audio stream as mono, float32 (num_samples,) from -1 to 1.
 
-    The sound is trimmed or padded to ``num_samples``, its measured length; None returns the entire sound. MediaError if
-    it cannot be decoded, or if its length differs from the measured one by more than a quarter of a second.
+    The sound is trimmed or padded to ``num_samples``, its measured length. MediaError if it cannot be decoded, or if
+    its length differs from the measured one by more than a quarter of a second.
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
-    max_samples = None if num_samples is None else num_samples + tolerance
     try:
-        sound = _decode_sound(ref, sampling_rate, max_samples)
+        sound = _decode_sound(ref, sampling_rate, num_samples + tolerance)
     except MediaProblem as problem:
         raise media_error(problem) from problem
-    if num_samples is None:
-        return sound
     num_decoded = len(sound)
     if abs(num_decoded - num_samples) > tolerance:
         is_longer = num_decoded > num_samples  # then decoding stopped early, and the length is unknown
@@ -68,7 +65,7 @@ def load_audio(
     return np.pad(sound[:num_samples], (0, num_missing))
 
 
-def _decode_sound(ref: MediaRef, sampling_rate: int, max_samples: int | None) -> npt.NDArray[np.float32]:
+def _decode_sound(ref: MediaRef, sampling_rate: int, max_samples: int) -> npt.NDArray[np.float32]:
     """Return a sound as mono, float32 (samples,); decoding stops after more than ``max_samples``."""
     chunks = [np.zeros(0, np.float32)]  # so that a file without sound gives an empty array
     num_decoded = 0
@@ -77,7 +74,7 @@ def _decode_sound(ref: MediaRef, sampling_rate: int, max_samples: int | None) ->
         for chunk in _decode_mono(container, stream, sampling_rate):
             chunks.append(chunk)
             num_decoded += len(chunk)
-            if max_samples is not None and num_decoded > max_samples:
+            if num_decoded > max_samples:
                 break
     return np.concatenate(chunks)
 

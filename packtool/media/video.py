@@ -86,13 +86,11 @@ def measure_video(ref: MediaRef) -> VideoSize:
 
 
 def _mean_fps(stream: Any, num_frames: int) -> float:
-    """Return frames per second by the duration of a stream; a default if the duration is unknown."""
     seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
     return num_frames / seconds if seconds else _DEFAULT_FPS
 
 
 def _count(frames: Iterable[Any]) -> int:
-    """Return the number of frames, without keeping them."""
     return sum(1 for _ in frames)
 
 
@@ -224,7 +222,6 @@ def _quarter_turns(frame: Any) -> int:
 
 
 def _upright_size(frame: Any) -> tuple[int, int]:
-    """Return (H, W) of a frame after rotation."""
     return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
 
 
@@ -284,7 +281,6 @@ class FrameNumbersUnknown(Exception):
 
 
 def _listed_packets(index: Any) -> Iterator[_Packet]:
-    """Yield the packets of a table of contents."""
     for entry in index:
         yield entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard
 

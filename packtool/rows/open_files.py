@@ -108,7 +108,6 @@ class HashedFile:
 
 
 def _read_or_raise(read: Callable[[int], bytes], size: int, label: str) -> bytes:
-    """Return ``read(size)``; raise StorageError instead of OSError."""
     try:
         return read(size)
     except OSError as error:

@@ -541,7 +541,6 @@ def _columns(items: Sequence[str]) -> Pairs:
 
 
 def _columns_of_json(text: str) -> list[tuple[str, str]]:
-    """Parse an item of ``--columns`` that is a JSON object."""
     import yaml  # here, because most runs do not need it; it parses JSON, and mappings as YAML writes them
 
     try:

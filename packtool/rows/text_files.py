@@ -463,7 +463,6 @@ class _JsonText:
                 return
 
     def _find(self, marks: re.Pattern[str], row: int) -> str:
-        """Move to the next match of a pattern, and return the matching text."""
         while (match := marks.search(self._text, self._position)) is None:
             self._position = len(self._text)
             if not self._read(CHUNK_BYTES):

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from packtool.encode.encoded import EncodedSample
-from packtool.media.audio import load_audio
+from packtool.media.audio import load_audio, measure_audio
 from packtool.media.measure import load_image
 from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
@@ -66,6 +66,10 @@ def frames_of(path: Path) -> tuple[torch.Tensor, Any]:
     return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 
+def sound_of(path: str) -> np.ndarray:
+    return load_audio(path, None, 16000, measure_audio(MediaRef(path), 16000))
+
+
 def processed(processor: Any, row: dict[str, Any], root: Path, **settings: Any) -> Any:
     text = processor.apply_chat_template(with_content_lists(row), tokenize=False)
     processor_inputs: dict[str, Any] = dict(settings)
@@ -80,7 +84,7 @@ def processed(processor: Any, row: dict[str, Any], root: Path, **settings: Any) 
         processor_inputs |= {"do_sample_frames": True, "return_metadata": True}
         processor_inputs.setdefault("fps", 2)
     if row.get("audios"):
-        processor_inputs["audio"] = [load_audio(str(root / path), None, 16000) for path in row["audios"]]
+        processor_inputs["audio"] = [sound_of(str(root / path)) for path in row["audios"]]
     return processor(text=[text], return_tensors="pt", **processor_inputs)
 
 

@@ -256,7 +256,6 @@ def _tools(fields: Fields) -> tuple[Any, ...] | None:
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    """Return the row's own arguments of the chat template."""
     kwargs = fields.parsed("chat_template_kwargs")
     if kwargs is None:
         return {}

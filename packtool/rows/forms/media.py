@@ -224,7 +224,6 @@ def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool)
 
 
 def _size_limit(name: str, key: str, value: Any) -> float:
-    """Check a limit on the pixels or frames of a medium."""
     number = finite(value)
     if number is None or number < 1:
         raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}; it must be a number of at least 1")

@@ -277,7 +277,6 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
 
 
 def _role_of(label: str, message: Mapping[str, Any], tags: _Tags) -> str:
-    """Return packtool's name of a message's role."""
     role_name = _first_value(message, tags.role_keys)
     role = tags.roles.get(_normalized(role_name)) if isinstance(role_name, str) else None
     if role is None:

@@ -172,7 +172,6 @@ def _check_steps_of_1(positions: npt.NDArray[Any], is_restart: _Bools, token_num
 
 
 def _mask_at(indices: _Ints, length: int) -> _Bools:
-    """Return a mask of ``length`` that is true at these indexes."""
     mask = np.zeros(length, bool)
     mask[indices] = True
     return mask

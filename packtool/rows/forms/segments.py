@@ -110,11 +110,9 @@ def formatted_prompt(
 
 
 def _is_conversation(question: Any) -> bool:
-    """Return whether a question is a list of messages."""
     return is_list(question) and bool(question) and isinstance(question[0], Mapping) and "role" in question[0]
 
 
 def _optional_text(fields: Fields, name: str, inline: InlineMedia) -> str:
-    """Return the text of a column; "" if the row does not have it."""
     value = fields.get(name)
     return "" if value is None else content_of(f"{name!r}", value, inline).text
