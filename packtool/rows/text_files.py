@@ -166,7 +166,7 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
             break
     if not header:
         return (), iter(())
-    return _column_names(path, header), _blocks(records, header_stop)
+    return _column_names(path, header), _blocks(_row_ranges(records, header_stop))
 
 
 def _column_names(path: str, header: Sequence[str]) -> tuple[str, ...]:
@@ -208,21 +208,32 @@ def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[Num
         number += bool(fields)  # a blank line is not a record
 
 
-def _blocks(records: Iterator[_Record], offset: int) -> Iterator[RowBlock]:
-    """Yield blocks of csv records, the first of which begins at byte ``offset`` of the file."""
-    start, first_row, num_rows = offset, 0, 0
+_RowRange = tuple[int, int, bool]
+"""First byte of a row, the byte after it, and whether the row must be a block of its own."""
+
+
+def _row_ranges(records: Iterable[_Record], offset: int) -> Iterator[_RowRange]:
+    """Yield the range of each csv record, the first of which begins at byte ``offset``; invalid ones are alone."""
     for num_bytes, fields in records:
-        is_invalid = isinstance(fields, str)
-        if is_invalid and num_rows:
-            yield RowBlock(start, offset, first_row, num_rows)
-            start, first_row, num_rows = offset, first_row + num_rows, 0
         offset += num_bytes
-        num_rows += bool(fields)  # a blank line is not a record
-        if num_rows and (is_invalid or num_rows == BLOCK_ROWS or offset - start >= CHUNK_BYTES):
-            yield RowBlock(start, offset, first_row, num_rows)
-            start, first_row, num_rows = offset, first_row + num_rows, 0
+        if fields:  # a blank line is not a record
+            yield offset - num_bytes, offset, isinstance(fields, str)
+
+
+def _blocks(rows: Iterable[_RowRange]) -> Iterator[RowBlock]:
+    """Group consecutive rows into blocks of at most ``BLOCK_ROWS`` rows and about ``CHUNK_BYTES``."""
+    start = stop = first_row = num_rows = 0  # of the unfinished block
+    for row_start, row_stop, is_alone in rows:
+        if is_alone and num_rows:
+            yield RowBlock(start, stop, first_row, num_rows)
+            first_row, num_rows = first_row + num_rows, 0
+        start, stop = start if num_rows else row_start, row_stop
+        num_rows += 1
+        if is_alone or num_rows == BLOCK_ROWS or stop - start >= CHUNK_BYTES:
+            yield RowBlock(start, stop, first_row, num_rows)
+            first_row, num_rows = first_row + num_rows, 0
     if num_rows:
-        yield RowBlock(start, offset, first_row, num_rows)
+        yield RowBlock(start, stop, first_row, num_rows)
 
 
 def _records(lines: Iterable[LinesOrSize], kind: str, max_bytes: int) -> Iterator[_Record]:
@@ -304,7 +315,7 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
             f"{path}: a .json file must contain one array of rows, or one object per line",
             "Put the rows into an array with [ and ], or rename a file with one object per line to .jsonl.",
         )
-    yield from _blocks_of_array(text, max_bytes)
+    yield from _blocks(_element_ranges(text, max_bytes))
     text.skip_space()
     if text.peek():
         raise DataError(
@@ -313,48 +324,35 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
         )
 
 
-def _blocks_of_array(text: _JsonText, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of elements of an array; ``text`` is at first after its [ and at the end after its ]."""
-    block_start = block_stop = text.bytes_read  # from the first element of the block to the separator after the last
-    num_elements = num_rows = 0  # of the array so far, and of the block
+def _element_ranges(text: _JsonText, max_bytes: int) -> Iterator[_RowRange]:
+    """Yield the range of each element of an array, up to the separator after it; those above ``max_bytes`` are alone.
+
+    ``text`` is at first after the [ of the array, and at the end after its ].
+    """
     text.skip_space()
     is_empty = text.peek() == "]"
     separator = text.take() if is_empty else ","
+    num_elements = 0
     while separator == ",":
-        element_start = text.bytes_read
+        start = text.bytes_read
         text.skip_element(num_elements)
-        is_too_long = text.bytes_read - element_start > max_bytes
-        if num_rows and is_too_long:  # the element begins a block of its own
-            yield RowBlock(block_start, block_stop, num_elements - num_rows, num_rows)
-            block_start, num_rows = element_start, 0
+        is_too_long = text.bytes_read - start > max_bytes
         num_elements += 1
-        num_rows += 1
-        block_stop, separator = text.take_separator()
+        stop, separator = text.take_separator()
         if separator not in (",", "]"):
             detail = f"expected , or ] but found {separator!r}" if separator else "the file ends inside the array"
             raise text.error(num_elements, detail)
-        is_full = num_rows == BLOCK_ROWS or block_stop - block_start >= CHUNK_BYTES
-        if is_full or is_too_long or separator == "]":
-            yield RowBlock(block_start, block_stop, num_elements - num_rows, num_rows)
-            block_start, num_rows = text.bytes_read, 0
+        yield start, stop, is_too_long
 
 
 def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:
     """Yield the text of each array element of a block; None in place of one larger than ``--max-row-bytes``."""
     text = _JsonText(source.label, HashedFile(io.BytesIO(data + b"]"), source.label), source.max_row_bytes)
-    separator = ","
-    while separator == ",":
-        text.skip_space()
-        start = text.bytes_read
-        try:
-            text.skip_element(0)
-        except DataError as error:
-            raise changed_error(source, error.message) from error
-        stop = text.bytes_read
-        yield data[start:stop] if stop - start <= source.max_row_bytes else None
-        _, separator = text.take_separator()
-    if separator != "]":
-        raise changed_error(source, "the elements of its array have moved")
+    try:
+        for start, stop, is_too_long in _element_ranges(text, source.max_row_bytes):
+            yield None if is_too_long else data[start:stop]
+    except DataError as error:
+        raise changed_error(source, error.message) from error
 
 
 class _JsonText:
