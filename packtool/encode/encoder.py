@@ -65,7 +65,6 @@ class _Rendered(NamedTuple):
     sample: Sample
     chunks: list[Chunk]
     turns: list[TurnChunks]
-    media: dict[str, list[Medium]]
     expanded: ExpandedChunks
 
 
@@ -209,7 +208,7 @@ class Encoder:
                 raise RowProblem(f"{kind}_marks", detail)
         turns = [] if sample.is_text else self._find_turns(sample, chunks)
         expanded = expand_media(chunks, media, self._media.segments, self.spec.max_length)
-        return _Rendered(sample, chunks, turns, media, expanded)
+        return _Rendered(sample, chunks, turns, expanded)
 
     def _check_media(self, sample: Sample) -> None:
         """Raise RowProblem if a question lacks its medium, or the model cannot take this many pictures."""
@@ -352,7 +351,6 @@ class Encoder:
             ids=np.array(tokens.ids, np.int32),
             turns=np.array(trainable_spans, np.int32).reshape(-1),  # flat: start, end, start, end, ...
             spans=tokens.spans,
-            media=rendered.media,
             weights=self._weights(rendered, tokens, turns),
             num_removed=rendered.expanded.num_omitted_controls + num_omitted,
             borders=borders,
@@ -409,41 +407,33 @@ class Encoder:
 
         Rules apply to the text of the answer.
         """
-        text, token_indices, first_chars = self._turn_text(expanded, tokens, turn)
-        # The chunks begin with the turn's header. Keep the tokens of the span, which begins with the answer.
-        start, end = turn.span
-        pairs = zip(token_indices, first_chars, strict=True)
-        in_span = [(index, char) for index, char in pairs if start <= index < end]
-        assert [index for index, _ in in_span] == list(range(start, end)), "every token of the turn has a character"
-        answer_start = min((char for _, char in in_span), default=0)
-        char_weights = scale.text_weights(text[answer_start:])
-        return char_weights[[char - answer_start for _, char in in_span]]
+        text, first_chars = self._turn_text(expanded, tokens, turn)
+        chars = [first_chars[index] for index in range(*turn.span)]
+        answer_start = chars[0]  # the text before it is the header
+        return scale.text_weights(text[answer_start:])[[char - answer_start for char in chars]]
 
     def _turn_text(
         self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn
-    ) -> tuple[str, list[int], list[int]]:
+    ) -> tuple[str, dict[int, int]]:
         """Join the control tokens and texts of a turn's chunks, from its header to the token that ends it.
 
-        Return the joined text, and for each of its tokens the index in ``tokens.ids``, and the index in the text of its
-        first character. A control token that is repeated for a medium is in the text only once.
+        Return the joined text, and the index in it of the first character of each token, by the token's index in
+        ``tokens.ids``. A control token that is repeated for a medium is in the text only once.
         """
         joined_text = ""
-        token_indices: list[int] = []
-        first_chars: list[int] = []
+        first_chars: dict[int, int] = {}
         _, turn_end = turn.span
         for chunk_index in range(turn.first_chunk, turn.last_chunk + 1):
             chunk = expanded.chunks[chunk_index]
             text_start = tokens.text_starts[chunk_index]
             if chunk.control:
-                token_indices += range(text_start - chunk.times, text_start)
-                first_chars += [len(joined_text)] * chunk.times
+                first_chars |= dict.fromkeys(range(text_start - chunk.times, text_start), len(joined_text))
                 joined_text += chunk.control
             if text_start < turn_end:  # not the text after the control token that ends the turn
-                offsets = self._chunk_tokenizer.offsets(chunk.text)
-                token_indices += range(text_start, text_start + len(offsets))
-                first_chars += [len(joined_text) + char for char, _ in offsets]
+                for index, (char, _) in enumerate(self._chunk_tokenizer.offsets(chunk.text), text_start):
+                    first_chars[index] = len(joined_text) + char
                 joined_text += chunk.text
-        return joined_text, token_indices, first_chars
+        return joined_text, first_chars
 
     def encode_text(self, text: str) -> IntArray:
         """Return the token ids of a text without a chat template, (L,); control tokens in it are plain text."""

@@ -20,13 +20,12 @@ from packtool.encode.tokenize import Chunk
 from packtool.rows.sample import MediaKind
 
 
-class Span(NamedTuple):
-    """Tokens [start, end) of a medium and its marks, never split by truncation; ``number``: index among its kind."""
+class MediumSpan(NamedTuple):
+    """Tokens [start, stop) of a medium, with or without its marks; a video's include those of its sound track."""
 
-    kind: str
-    number: int
+    medium: Medium
     start: int
-    end: int
+    stop: int
 
 
 class _TextPosition(NamedTuple):
@@ -37,10 +36,9 @@ class _TextPosition(NamedTuple):
 
 
 class _MediumRange(NamedTuple):
-    """The positions between which the tokens and texts of a medium are; ``number``: its index among its kind."""
+    """The positions between which the tokens and texts of a medium are."""
 
-    kind: str
-    number: int
+    medium: Medium
     begin: _TextPosition
     end: _TextPosition
 
@@ -86,13 +84,13 @@ def expand_media(
         if not kind:
             expanded.append(chunk)
             continue
-        number = num_media[kind]
+        medium = media[kind][num_media[kind]]
+        segments = [each for each in segments_of(medium, num_media[kind]) if isinstance(each, str) or each.times]
         num_media[kind] += 1
-        segments = [each for each in segments_of(media[kind][number], number) if isinstance(each, str) or each.times]
         begins_with_text = bool(segments) and isinstance(segments[0], str)
         begin = _end_of_text(expanded) if begins_with_text else _TextPosition(len(expanded), num_chars=None)
         num_omitted_controls += _append_segments(expanded, segments, max_controls=max_length + 1)
-        ranges.append(_MediumRange(kind, number, begin, end=_end_of_text(expanded)))
+        ranges.append(_MediumRange(medium, begin, end=_end_of_text(expanded)))
         text_after_medium = chunk.text
         _append_text(expanded, text_after_medium)
     return ExpandedChunks(expanded, first_expanded, ranges, num_omitted_controls)
@@ -130,11 +128,12 @@ class JoinedTokens(NamedTuple):
     Args:
         ids: of all control tokens and texts, in order.
         text_starts: for each expanded chunk, the index in ``ids`` where its text begins, after its control tokens.
+        spans: of the media with their marks.
     """
 
     ids: list[int]
     text_starts: list[int]
-    spans: list[Span]
+    spans: list[MediumSpan]
 
 
 def join_tokens(
@@ -156,13 +155,11 @@ def join_tokens(
         text_starts.append(len(ids))
         ids += text_ids
     spans = []
-    for medium in expanded.media_ranges:
-        first, last = medium.begin.chunk_index, medium.end.chunk_index
-        begin_offset = _begin_offset(expanded.chunks[first], medium.begin, ids_by_chunk[first], encode_text)
-        end_offset = _end_offset(expanded.chunks[last], medium.end, ids_by_chunk[last], encode_text)
-        spans.append(
-            Span(medium.kind, medium.number, text_starts[first] + begin_offset, text_starts[last] + end_offset)
-        )
+    for medium, begin, end in expanded.media_ranges:
+        first, last = begin.chunk_index, end.chunk_index
+        begin_offset = _begin_offset(expanded.chunks[first], begin, ids_by_chunk[first], encode_text)
+        end_offset = _end_offset(expanded.chunks[last], end, ids_by_chunk[last], encode_text)
+        spans.append(MediumSpan(medium, text_starts[first] + begin_offset, text_starts[last] + end_offset))
     return JoinedTokens(ids, text_starts, spans)
 
 
@@ -222,14 +219,6 @@ class MediaTokens:
         return cls(family.pads_in(config), *openings)
 
 
-class MediumSpan(NamedTuple):
-    """Placeholder tokens [start, stop) of a medium, without its marks; a video's include those of its sound track."""
-
-    medium: Medium
-    start: int
-    stop: int
-
-
 def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[EncodedAudio, str | None, bytes | None]]:
     """Return (sound, path, bytes) of sounds and of videos' sound tracks (their video's file), in token order."""
     audios = [(audio, audio.path, audio.data) for audio in sample.audios]
@@ -243,7 +232,7 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
 
 
 def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
-    """Locate the media of a sample by their placeholder tokens; return the spans in the order of the tokens.
+    """Locate the placeholder tokens of a sample's media, without marks; return the spans in the order of the tokens.
 
     Media whose kind the model cannot be trained on have no placeholder tokens, and no span. The span of a video
     includes its sound track.

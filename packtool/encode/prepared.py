@@ -18,7 +18,7 @@ from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.encode.families.record import MediaEncoding, MediaSegment, Medium
 from packtool.encode.loss_scale import Base, Weights, parse_loss_scale
-from packtool.encode.media_spans import MediaTokens, MediumSpan, Span, media_spans
+from packtool.encode.media_spans import MediaTokens, MediumSpan, media_spans
 from packtool.encode.truncation import Tokenized
 from packtool.rows.forms.columns import RowProblem, shown
 from packtool.rows.forms.media import MEDIA_KINDS
@@ -58,7 +58,7 @@ class PreparedRows:
         spans = self._locate_media(ids, media)
         borders = [*tokens.starts.tolist(), len(ids)]  # where the row's samples begin and end
         _check_within_borders(spans, borders)
-        row = Tokenized(sample, ids, turns=_NO_TURNS, spans=spans, media=media)  # the turns are those of its samples
+        row = Tokenized(sample, ids, turns=_NO_TURNS, spans=spans)  # the turns are those of its samples
         channels = tokens.channels or [sample.channel] * len(tokens.starts)
         samples = []
         for (start, stop), channel in zip(pairwise(borders), channels, strict=True):
@@ -86,7 +86,7 @@ class PreparedRows:
             detail = f"token {index:,} is {ids[index]}, and the largest id of the model's tokenizer is {max_id}"
             raise RowProblem("token_out_of_range", detail)
 
-    def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
+    def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[MediumSpan]:
         """Locate the media among the tokens, ascending; raise RowProblem if their placeholder tokens do not match."""
         fields: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}
         # The row as a sample with only ids and media, which is all that is needed to locate them.
@@ -102,13 +102,12 @@ class PreparedRows:
         spans = []
         for pad_span in media_spans(sample, self._tokens):
             kind = _KIND_BY_TYPE[type(pad_span.medium)]
-            start, end = self._with_delimiters(ids, pad_span, kind, num_located[kind])
-            spans.append(Span(kind, num_located[kind], start, end))
+            spans.append(self._with_delimiters(ids, pad_span, kind, num_located[kind]))
             num_located[kind] += 1
         return spans
 
-    def _with_delimiters(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> tuple[int, int]:
-        """Return [start, end) of a medium with its delimiters; raise RowProblem if its placeholder tokens differ.
+    def _with_delimiters(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> MediumSpan:
+        """Return the span of a medium with its delimiters; raise RowProblem if its placeholder tokens differ.
 
         ``span`` has the placeholder tokens; ``number`` is the index of the medium among those of its kind.
         """
@@ -168,10 +167,8 @@ class PreparedRows:
         """Return (token, length) of each run of placeholder tokens."""
         return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in self._pads]
 
-    def _extend_by_delimiters(
-        self, ids: IntArray, span: MediumSpan, segments: Sequence[MediaSegment]
-    ) -> tuple[int, int]:
-        """Return [start, end) of a medium with the tokens that open and close it (``<|vision_start|>``)."""
+    def _extend_by_delimiters(self, ids: IntArray, span: MediumSpan, segments: Sequence[MediaSegment]) -> MediumSpan:
+        """Return the span of a medium with the tokens that open and close it (``<|vision_start|>``)."""
         pad_segments = [
             i
             for i, segment in enumerate(segments)
@@ -180,7 +177,7 @@ class PreparedRows:
         opening, closing = segments[: pad_segments[0]], segments[pad_segments[-1] + 1 :]
         num_before = self._num_delimiter_tokens(ids[: span.start][::-1], opening[::-1])
         num_after = self._num_delimiter_tokens(ids[span.stop :], closing)
-        return span.start - num_before, span.stop + num_after
+        return MediumSpan(span.medium, span.start - num_before, span.stop + num_after)
 
     def _num_delimiter_tokens(self, ids: IntArray, segments: Sequence[MediaSegment]) -> int:
         """Count the tokens at the beginning of ``ids`` that are a medium's delimiters, with the text between two."""
@@ -198,10 +195,10 @@ class PreparedRows:
         return num_tokens
 
 
-def _check_within_borders(spans: Sequence[Span], borders: Sequence[int]) -> None:
+def _check_within_borders(spans: Sequence[MediumSpan], borders: Sequence[int]) -> None:
     """Raise RowProblem if a medium crosses a border between the samples of a row."""
     for border in borders:
-        if any(span.start < border < span.end for span in spans):
+        if any(span.start < border < span.stop for span in spans):
             detail = "the row is a pack of several samples, and a medium begins in one of them and ends in another"
             raise RowProblem("media_tokens", detail)
 

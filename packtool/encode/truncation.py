@@ -7,18 +7,16 @@ ms-swift, except that ms-swift also removes the marks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.config.data import EncodeSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedSample, IntArray
-from packtool.encode.families.record import Medium
-from packtool.encode.media_spans import Span
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
+from packtool.encode.media_spans import MediumSpan
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
@@ -34,8 +32,7 @@ class Tokenized:
     Args:
         ids: int32 (L,).
         turns: int32 (2 * num_turns,): [start, end) of every assistant turn that may be trained, flat.
-        spans: of the media, ascending.
-        media: by kind, in the order of their spans.
+        spans: of the media with their marks, ascending.
         weights: float32 (L,): weight of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
         num_removed: tokens removed so far: the middle of a very long text, tokens of a medium that no sample can hold,
             or entire media.
@@ -45,8 +42,7 @@ class Tokenized:
     sample: Sample
     ids: IntArray
     turns: IntArray
-    spans: Sequence[Span]
-    media: Mapping[str, Sequence[Medium]]
+    spans: Sequence[MediumSpan]
     weights: npt.NDArray[np.float32] | None = None
     num_removed: int = 0
     borders: IntArray | None = None
@@ -55,12 +51,11 @@ class Tokenized:
         """Return bool (L,), set for the tokens of media."""
         mask = np.zeros(len(self.ids), bool)
         for span in self.spans:
-            mask[span.start : span.end] = True
+            mask[span.start : span.stop] = True
         return mask
 
     def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
         """Return the sample with the tokens at ``kept``, int64 (K,), ascending; all tokens of a medium or none."""
-        spans, media = self._take_media(kept)
         # ``searchsorted`` returns the new index of a kept token; for a removed one, that of the next kept token.
         turns = np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2)  # (start, end) of each turn
         turns = np.maximum(turns, 1)  # nothing predicts the first token, so it is no target
@@ -72,26 +67,20 @@ class Tokenized:
             self,
             ids=self.ids[kept],
             turns=np.ascontiguousarray(turns[has_tokens].reshape(-1)),
-            spans=spans,
-            media=media,
+            spans=self._kept_spans(kept),
             weights=self.weights[kept] if self.weights is not None else None,
             num_removed=self.num_removed + len(self.ids) - len(kept),
             borders=borders,
         )
 
-    def _take_media(self, kept: npt.NDArray[np.int64]) -> tuple[list[Span], dict[str, list[Medium]]]:
-        """Return the spans among the tokens at ``kept`` of the media that are kept, and these media by kind."""
+    def _kept_spans(self, kept: npt.NDArray[np.int64]) -> list[MediumSpan]:
+        """Return the spans among the tokens at ``kept``, (K,), of the media that are kept."""
         new_starts = np.searchsorted(kept, [span.start for span in self.spans]).tolist()
-        spans: list[Span] = []
-        media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
-        for span, new_start in zip(self.spans, new_starts, strict=True):
-            is_kept = new_start < len(kept) and kept[new_start] == span.start
-            if is_kept:
-                new_number = len(media[span.kind])
-                new_end = new_start + span.end - span.start
-                spans.append(Span(span.kind, new_number, new_start, new_end))
-                media[span.kind].append(self.media[span.kind][span.number])
-        return spans, media
+        return [
+            MediumSpan(span.medium, new_start, new_start + span.stop - span.start)
+            for span, new_start in zip(self.spans, new_starts, strict=True)
+            if new_start < len(kept) and kept[new_start] == span.start
+        ]
 
 
 def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
@@ -183,12 +172,12 @@ def drop_too_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
 def _without_oldest_media(item: Tokenized, max_length: int) -> Tokenized:
     """Remove media, the first ones first, until the others have fewer than ``max_length`` tokens."""
     keep = np.ones(len(item.ids), bool)
-    num_media_tokens = sum(span.end - span.start for span in item.spans)
+    num_media_tokens = sum(span.stop - span.start for span in item.spans)
     for span in item.spans:
         if num_media_tokens < max_length:
             break
-        num_media_tokens -= span.end - span.start
-        keep[span.start : span.end] = False
+        num_media_tokens -= span.stop - span.start
+        keep[span.start : span.stop] = False
     return item.take(np.flatnonzero(keep))
 
 
@@ -216,7 +205,7 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
     sample, ids, weights = item.sample, item.ids, item.weights
     labels = _labels_of_turns(item) if weights is None else np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
     for span in item.spans:  # media are no targets
-        labels[span.start : span.end] = IGNORE_INDEX
+        labels[span.start : span.stop] = IGNORE_INDEX
     if item.num_removed:  # then the first token may be inside a turn, but nothing predicts it
         labels[:1] = IGNORE_INDEX
     if not _has_target(item, labels):
@@ -224,12 +213,14 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
     loss_scale = None
     if weights is not None and (weights[labels >= 0] != 1).any():
         loss_scale = np.where(labels >= 0, weights, np.float32(0))
-    media: Any = {f"{kind}s": tuple(media_of_kind) for kind, media_of_kind in item.media.items()}
+    media = [span.medium for span in item.spans]
     return EncodedSample(
         input_ids=ids,
         labels=labels,
         turns=item.turns,
-        **media,
+        images=tuple(medium for medium in media if isinstance(medium, EncodedImage)),
+        videos=tuple(medium for medium in media if isinstance(medium, EncodedVideo)),
+        audios=tuple(medium for medium in media if isinstance(medium, EncodedAudio)),
         channel=sample.channel,
         source=sample.source,
         row=sample.row,

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.media_spans import Span
+from packtool.encode.media_spans import MediumSpan
 from packtool.encode.truncation import Tokenized, truncate
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample, Turn
 
 PAD = 7
+MEDIA_TYPES = {"image": EncodedImage, "video": EncodedVideo, "audio": EncodedAudio}
 
 
 def spec(limit: int, **settings: Any) -> EncodeSpec:
@@ -33,13 +34,12 @@ def tokenized(parts: list[tuple[str, int]], *, weights: bool = False, is_text: b
     """A sample of ``("user" | "assistant" | "image" | "video" | "audio", tokens)``; text ids are 100, 101, ..."""
     ids: list[int] = []
     turns: list[int] = []
-    spans, media = [], {"image": [], "video": [], "audio": []}  # type: ignore[var-annotated]
+    spans: list[MediumSpan] = []
     for kind, count in parts:
         start = len(ids)
-        if kind in media:
+        if kind in MEDIA_TYPES:
             ids += [1, *[PAD] * (count - 2), 2]
-            spans.append(Span(kind, len(media[kind]), start, len(ids)))
-            media[kind].append(medium(kind, count - 2))
+            spans.append(MediumSpan(medium(kind, count - 2), start, len(ids)))
             continue
         ids += range(100 + start, 100 + start + count)
         if kind == "assistant" and count:
@@ -54,7 +54,6 @@ def tokenized(parts: list[tuple[str, int]], *, weights: bool = False, is_text: b
         ids=array,
         turns=np.array(turns, np.int32),
         spans=spans,
-        media=media,
         weights=given_weights if weights else None,
     )
 
@@ -88,10 +87,12 @@ def test_truncated_samples_keep_complete_media_in_order(
     assert (np.diff(text) > 0).all()
     assert int((sample.input_ids == PAD).sum()) == sample.num_media_tokens
     assert int((sample.input_ids == 1).sum()) == len(sample.images) + len(sample.videos) + len(sample.audios)
-    for remaining, before in zip((sample.images, sample.videos, sample.audios), item.media.values(), strict=True):
+    for kind, media_type in MEDIA_TYPES.items():
+        remaining = getattr(sample, f"{kind}s")
+        before = [span.medium for span in item.spans if isinstance(span.medium, media_type)]
         assert [*remaining] == before[len(before) - len(remaining) :]  # the oldest went
-    if num_media_tokens < limit:
-        assert len(sample.images) == len(item.media["image"])
+        if num_media_tokens < limit:
+            assert len(remaining) == len(before)
     labelled = sample.labels != -100
     assert (sample.labels[labelled] == sample.input_ids[labelled]).all()
     assert (sample.input_ids[labelled] >= 100).all()
