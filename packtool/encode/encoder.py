@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -90,7 +90,9 @@ class Encoder:
         self._start_of_text = _start_of_text(self._tokenizer, files)
         self.warnings = (*self._media.warnings, *files.option_warnings(spec))
         self._row_templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by a row's own template arguments
-        self._measured_media: dict[tuple[object, ...], Medium] = {}
+        # References to media are equal whatever their policies, so these are arguments, too.
+        measure_file = lambda kind, ref, _policy: self._media.measure(kind, ref)  # noqa: E731
+        self._measure_file = lru_cache(_MAX_REMEMBERED_MEDIA)(measure_file)
         self._ids_by_header: dict[tuple[str, str], list[int]] = {}
         splitter_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
         self._row_splitter = RowSplitter(splitter_spec, self._template_of, self._render_chunks)
@@ -317,15 +319,7 @@ class Encoder:
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a medium; one in a file only once."""
-        if ref.path is None:
-            return self._media.measure(kind, ref)
-        key = kind, ref.path, ref.clip, ref.limits, ref.policy
-        medium = self._measured_media.get(key)
-        if medium is None:
-            medium = self._media.measure(kind, ref)
-            if len(self._measured_media) < _MAX_REMEMBERED_MEDIA:
-                self._measured_media[key] = medium
-        return medium
+        return self._media.measure(kind, ref) if ref.path is None else self._measure_file(kind, ref, ref.policy)
 
     def _tokenize(
         self, rendered: _Rendered, ids_by_chunk: list[list[int]], ends_by_chunk: Mapping[int, TextEnds]

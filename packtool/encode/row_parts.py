@@ -23,7 +23,7 @@ from packtool.constants import MEDIA_MARKS
 from packtool.encode.encoded import EncodedRow, EncodedSample
 from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, LossScale, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.targets import TurnChunks, TurnFinder
+from packtool.encode.targets import TurnChunks, TurnFinder, is_trained
 from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
 from packtool.encode.tokenize import Chunk
 from packtool.rows.forms.columns import RowProblem
@@ -83,8 +83,12 @@ class RowSplitter:
         last_turn = len(sample.turns) - 1
         answers = [index for index, turn in enumerate(sample.turns) if turn.role == "assistant"]
         scale = parse_loss_scale(sample.loss_scale or self._spec.loss_scale)
-        trained_by_scale = answers[-1:] if scale.base == "last_round" else answers
-        trained = [index for index in answers if _is_trained(sample.turns[index], index in trained_by_scale)]
+        trained = [
+            index
+            for index in answers
+            if is_trained(sample.turns[index], scale, is_last=index == answers[-1])
+            and sample.turns[index].loss_scale != 0
+        ]
         if scale.base == "all" or not trained or answers == [last_turn]:
             return [sample]
         trained_by_end = {index: {index} for index in trained}
@@ -204,11 +208,6 @@ def _may_lose_text(template: ChatTemplate, turn: Turn) -> bool:
     except TemplateFailure:
         return True
     return turn.content.strip() not in rendered
-
-
-def _is_trained(turn: Turn, by_scale: bool) -> bool:
-    """Return whether a turn is trained; ``by_scale`` decides if the row does not."""
-    return (by_scale if turn.loss is None else turn.loss) and turn.loss_scale != 0
 
 
 def _multiply_loss_scale(turn: Turn, weight: float) -> Turn:

@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from packtool.config.data import MediaOptions
@@ -242,7 +242,7 @@ class ProcessorFamily(MediaEncoding):
         self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
         self._family = family
         self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", 14)
-        self._results_by_size: dict[tuple[int, int], tuple[list[MediaSegment], tuple[int, ...]]] = {}
+        self._segments_and_grid = cache(self._process_single)
         # The processor writes the pictures of a row like a single one, or with their numbers, or otherwise.
         single_picture, _ = self._segments_and_grid(*_PROBE_SIZE)
         two_pictures, _ = self._process([_PROBE_SIZE] * 2)
@@ -314,14 +314,10 @@ class ProcessorFamily(MediaEncoding):
         segments, _ = self._segments_and_grid(medium.height, medium.width)
         return _numbered(segments, number) if self._is_numbered else segments
 
-    def _segments_and_grid(self, height: int, width: int) -> tuple[list[MediaSegment], tuple[int, ...]]:
+    def _process_single(self, height: int, width: int) -> tuple[list[MediaSegment], tuple[int, ...]]:
         """Return the tokens of a picture of this size, and its grid (``EncodedImage.grid``)."""
-        size = height, width
-        if size not in self._results_by_size:
-            (segments,), outputs = self._process([size])
-            grid = _tower_grid(outputs, self._patch_side) if self._family.processor_inputs else ()
-            self._results_by_size[size] = segments, grid
-        return self._results_by_size[size]
+        (segments,), outputs = self._process([(height, width)])
+        return segments, _tower_grid(outputs, self._patch_side) if self._family.processor_inputs else ()
 
     def _process(self, sizes: list[tuple[int, int]]) -> tuple[list[list[MediaSegment]], Mapping[str, Any]]:
         """Return the tokens of each picture of a row of these sizes (height, width), and the processor's outputs."""
