@@ -345,14 +345,13 @@ class Encoder:
             ids=np.array(tokens.ids, np.int32),
             turns=np.array(trainable_spans, np.int32).reshape(-1),  # flat: start, end, start, end, ...
             spans=tokens.spans,
-            weights=self._weights(rendered, tokens, turns),
+            weights=self._weights(sample, tokens, turns),
             num_removed=rendered.expanded.num_omitted_controls + num_omitted,
             borders=borders,
         )
 
-    def _weights(self, rendered: _Rendered, tokens: JoinedTokens, turns: Sequence[LocatedTurn]) -> Weights | None:
+    def _weights(self, sample: Sample, tokens: JoinedTokens, turns: Sequence[LocatedTurn]) -> Weights | None:
         """Return the weight of each token, float32 (L,), 0 for no target; None if all tokens of the turns weigh 1."""
-        sample = rendered.sample
         scale = self._loss_scale(sample)
         has_own_loss = any(turn.message.loss is not None or turn.message.loss_scale is not None for turn in turns)
         if scale.base == "default" and not scale.rules and not has_own_loss:
@@ -365,50 +364,44 @@ class Encoder:
                 continue
             weights[start:end] = 1 if turn.message.loss_scale is None else turn.message.loss_scale
             if not sample.is_text:  # rules are about the answers of conversations
-                self._apply_rules(weights, rendered.expanded, tokens, turn, scale)
+                self._apply_rules(weights, tokens, turn, scale)
         return weights
 
     def _loss_scale(self, sample: Sample) -> LossScale:
         """Return the loss scale of a sample, with the rule that models with hybrid thinking add."""
         return parse_loss_scale(loss_scale_of(sample.loss_scale or self.spec.loss_scale, self._is_hybrid_thinking))
 
-    def _apply_rules(
-        self, weights: Weights, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn, scale: LossScale
-    ) -> None:
+    def _apply_rules(self, weights: Weights, tokens: JoinedTokens, turn: LocatedTurn, scale: LossScale) -> None:
         """Apply the rules of a loss scale to the tokens of a trained turn, which have equal ``weights`` before."""
         start, end = turn.span
         weight = weights[start]
         if turn.message.loss is not None:  # a turn with a loss setting of its own follows only these rules
             scale = scale.of_marked_turns
         if scale.rules:
-            weights[start:end] *= self._rule_weights(expanded, tokens, turn, scale)
+            weights[start:end] *= self._rule_weights(tokens, turn, scale)
         if TRAIN_NEWLINE in scale.rules:
-            weights[end : end + self._num_blank_tokens(expanded, tokens, turn)] = weight
+            weights[end : end + self._num_blank_tokens(tokens, turn)] = weight
 
-    def _num_blank_tokens(self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn) -> int:
+    def _num_blank_tokens(self, tokens: JoinedTokens, turn: LocatedTurn) -> int:
         """Count the tokens of the white space that follows the control token at the end of a turn; 0 for other text."""
         _, end = turn.span
-        text = expanded.chunks[turn.last_chunk].text
+        text = tokens.chunks[turn.last_chunk].text
         ends_with_control_token = end == tokens.text_starts[turn.last_chunk]
         if not ends_with_control_token or not text.isspace():
             return 0
         return len(self._chunk_tokenizer.offsets(text))
 
-    def _rule_weights(
-        self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn, scale: LossScale
-    ) -> Weights:
+    def _rule_weights(self, tokens: JoinedTokens, turn: LocatedTurn, scale: LossScale) -> Weights:
         """Return the weight of each token of a turn's span, float32: the rules' weight of the token's first character.
 
         Rules apply to the text of the answer.
         """
-        text, first_chars = self._turn_text(expanded, tokens, turn)
+        text, first_chars = self._turn_text(tokens, turn)
         chars = [first_chars[index] for index in range(*turn.span)]
         answer_start = chars[0]  # the text before it is the header
         return scale.text_weights(text[answer_start:])[[char - answer_start for char in chars]]
 
-    def _turn_text(
-        self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn
-    ) -> tuple[str, dict[int, int]]:
+    def _turn_text(self, tokens: JoinedTokens, turn: LocatedTurn) -> tuple[str, dict[int, int]]:
         """Join the control tokens and texts of a turn's chunks, from its header to the token that ends it.
 
         Return the joined text, and the index in it of the first character of each token, by the token's index in
@@ -418,7 +411,7 @@ class Encoder:
         first_chars: dict[int, int] = {}
         _, turn_end = turn.span
         for chunk_index in range(turn.first_chunk, turn.last_chunk + 1):
-            chunk = expanded.chunks[chunk_index]
+            chunk = tokens.chunks[chunk_index]
             text_start = tokens.text_starts[chunk_index]
             if chunk.control:
                 first_chars |= dict.fromkeys(range(text_start - chunk.times, text_start), len(joined_text))

@@ -129,11 +129,13 @@ class JoinedTokens(NamedTuple):
         ids: of all control tokens and texts, in order.
         text_starts: for each expanded chunk, the index in ``ids`` where its text begins, after its control tokens.
         spans: of the media with their marks.
+        chunks: the expanded chunks.
     """
 
     ids: list[int]
     text_starts: list[int]
     spans: list[MediumSpan]
+    chunks: list[Chunk]
 
 
 def join_tokens(
@@ -160,7 +162,7 @@ def join_tokens(
         begin_offset = _begin_offset(expanded.chunks[first], begin, ids_by_chunk[first], encode_text)
         end_offset = _end_offset(expanded.chunks[last], end, ids_by_chunk[last], encode_text)
         spans.append(MediumSpan(medium, text_starts[first] + begin_offset, text_starts[last] + end_offset))
-    return JoinedTokens(ids, text_starts, spans)
+    return JoinedTokens(ids, text_starts, spans, expanded.chunks)
 
 
 # A medium may begin or end within a chunk's text. The tokens outside of it are then those that the text before or

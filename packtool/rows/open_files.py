@@ -65,14 +65,10 @@ class _Decompressed(io.RawIOBase):
 
 
 class HashedFile:
-    """A file read once from beginning to end while the digest of its content is computed.
-
-    The first block of bytes stays in memory until ``take_head`` is called.
-    """
+    """A file read once from beginning to end while the digest of its content is computed."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
         self._file, self._path, self._digest = file, path, blake2b(digest_size=16)
-        self._head: bytes | None = None
         self._peeked = b""
 
     def peek(self, size: int) -> bytes:
@@ -80,16 +76,9 @@ class HashedFile:
         self._peeked = self._peeked or _read_or_raise(self._file.read, size, self._path)
         return self._peeked
 
-    def take_head(self) -> bytes:
-        """Return the bytes of the first ``read``, and release them: a second call returns b""."""
-        head, self._head = self._head or b"", b""
-        return head
-
     def read(self, size: int = -1) -> bytes:
         """Read up to ``size`` bytes; after ``peek``, exactly the bytes that it returned."""
         data, self._peeked = self._peeked or _read_or_raise(self._file.read, size, self._path), b""
-        if self._head is None:
-            self._head = data
         self._digest.update(data)
         return data
 

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain, groupby, islice, repeat, tee
+from itertools import groupby, islice, repeat, tee
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,6 +198,7 @@ class _Scanner:
         self._spec = spec
         self._source = _existing_source(spec)
         self._file: HashedFile | None = None  # only for text files
+        self._head = b""  # the beginning of a text file, until the form of its rows is detected
         if self._source.kind in PARSERS:
             self._open_text()
             return
@@ -213,8 +214,9 @@ class _Scanner:
         file = HashedFile(self._text, source.label)
         self._file = file
         try:
+            self._head = file.peek(CHUNK_BYTES)
             # Many tools write one object per line and call it .json.
-            if source.kind == "json" and _has_lines(source, file.peek(CHUNK_BYTES)):
+            if source.kind == "json" and _has_lines(source, self._head):
                 source = source.replaced(kind="jsonl")
             if source.kind in ("csv", "tsv"):
                 header, self.blocks = find_records(source.label, file, source.kind, source.max_row_bytes)
@@ -237,14 +239,12 @@ class _Scanner:
         ``blocks`` are all blocks of the file from its first one on; only the needed ones are taken.
         """
         source = self._source
-        blocks = iter(blocks)
-        first_blocks = list(islice(blocks, 1))  # finding a block keeps the beginning of a text file in memory
+        head, self._head = self._head, b""
         if source.kind == "txt":
             form, columns = detect([{"text": ""}], (), None, source.label)
             return source.replaced(form=form, columns=columns)
-        head = b"" if self._file is None else self._file.take_head()
         try:
-            for block in chain(first_blocks, blocks):
+            for block in blocks:
                 is_in_memory = block.stop <= len(head)
                 text = head[block.start : block.stop] if is_in_memory else b""
                 numbered_rows = PARSERS[source.kind](source, block, text) if text else read_block(source, block)
