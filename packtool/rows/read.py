@@ -20,7 +20,7 @@ from packtool.config.mixture import Amount, check_drawn
 from packtool.errors import ConfigError, DataError
 from packtool.rows.forms import RowProblem, check_first_rows, detect, to_sample
 from packtool.rows.forms.media import could_hold_media
-from packtool.rows.open_files import HashedFile, close_readers, open_text, opened
+from packtool.rows.open_files import HashedFile, check_encoding, close_readers, open_text, opened
 from packtool.rows.sample import Dropped, MediaRef, Sample, unexpected_drop
 from packtool.rows.source import (
     KNOWN_FORMATS,
@@ -34,7 +34,7 @@ from packtool.rows.source import (
     first_rows,
     format_of,
 )
-from packtool.rows.text_files import CHUNK_BYTES, PARSERS, find_elements, find_lines, find_records, text_rows
+from packtool.rows.text_files import PARSERS, find_elements, find_lines, find_records, read_head, text_rows
 
 if TYPE_CHECKING:
     from packtool.rows.readers import Reader
@@ -214,16 +214,18 @@ class _Scanner:
         file = HashedFile(self._text, source.label)
         self._file = file
         try:
-            self._head = file.peek(CHUNK_BYTES)
+            self._head = read_head(file)
             # Many tools write one object per line and call it .json.
             if source.kind == "json" and _has_lines(source, self._head):
                 source = source.replaced(kind="jsonl")
+            check_encoding(source.label, self._head)
             if source.kind in ("csv", "tsv"):
                 header, self.blocks = find_records(source.label, file, source.kind, source.max_row_bytes)
                 source = source.replaced(header=header)
+            elif source.kind == "json":
+                self.blocks = find_elements(source.label, file, source.max_row_bytes)
             else:
-                find_blocks = find_elements if source.kind == "json" else find_lines
-                self.blocks = find_blocks(source.label, file, source.max_row_bytes)
+                self.blocks = find_lines(file, source.max_row_bytes)
         except BaseException:
             self.close()
             raise

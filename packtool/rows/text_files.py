@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from packtool.errors import DataError
-from packtool.rows.open_files import HashedFile, changed_error, check_encoding, read_text
+from packtool.rows.open_files import HashedFile, changed_error, read_text
 from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.sample import Dropped, guard_row, unexpected_drop
 from packtool.rows.source import BLOCK_ROWS, FileFormat, NumberedRow, RowBlock, Source
@@ -34,14 +34,19 @@ LinesOrSize = bytes | int
 """Whole lines, or the number of bytes of a single line that is too long to be kept in memory."""
 
 
-def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of at most ``BLOCK_ROWS`` lines and about ``CHUNK_BYTES``; DataError if the file is not UTF-8.
+def read_head(file: HashedFile) -> bytes:
+    """Return the first chunk of a text file, which the next read returns again."""
+    return file.peek(CHUNK_BYTES)
+
+
+def find_lines(file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
+    """Yield blocks of at most ``BLOCK_ROWS`` lines and about ``CHUNK_BYTES``.
 
     A line above ``max_bytes`` is not kept in memory and becomes a block of its own. Line numbers count blank lines.
     """
     block_start = first_row = 0  # byte offset and line number at which the next block begins
     chunk_start = chunk_row = 0  # byte offset and line number at which the chunk begins
-    for chunk in _chunks_of_lines(path, file, max_bytes):
+    for chunk in _chunks_of_lines(file, max_bytes):
         if isinstance(chunk, int):  # the size of a line that is too long
             yield RowBlock(chunk_start, chunk_start + chunk, chunk_row, num_rows=1)
             chunk_start += chunk
@@ -74,9 +79,8 @@ def _line_ends(chunk: bytes) -> tuple[np.ndarray, np.ndarray]:
     return line_ends, is_blank
 
 
-def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[LinesOrSize]:
+def _chunks_of_lines(file: HashedFile, max_bytes: int) -> Iterator[LinesOrSize]:
     """Yield chunks of whole lines, about ``CHUNK_BYTES`` each; for a line above ``max_bytes``, only its size."""
-    check_encoding(path, file.peek(CHUNK_BYTES))
     while chunk := file.read(CHUNK_BYTES):
         if chunk.endswith(b"\n"):
             yield chunk
@@ -153,7 +157,7 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
     An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
     DataError if the header is invalid or names a column twice.
     """
-    records = _records(_lines_of_chunks(_chunks_of_lines(path, file, max_bytes)), kind, max_bytes)
+    records = _records(_lines_of_chunks(_chunks_of_lines(file, max_bytes)), kind, max_bytes)
     # The header is the first record that is not blank; the blocks begin after it.
     header: list[str] = []
     header_stop = 0
@@ -307,7 +311,6 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
     An element above ``max_bytes`` is not kept in memory and becomes a block of its own. DataError, with the row, if
     the file is not an array or the array is invalid.
     """
-    check_encoding(path, file.peek(CHUNK_BYTES))
     text = _JsonText(path, file, max_bytes)
     text.skip_space()
     if text.take() != "[":
