@@ -404,7 +404,8 @@ class StepTime:
     are compared, so they need not be accurate to a percent.
 
     ``attention_flops``, of a unit of s^2, are included in the FLOPs of sequences. Every micro-batch costs
-    ``batch_flops`` more, since kernels on few tokens are slow, and takes at least ``launch_seconds``.
+    ``batch_flops`` more, since kernels on few tokens are slow, and takes at least ``launch_seconds``. With shared
+    prefixes, gathering keys and values takes ``key_seconds`` for each key of a document.
     """
 
     flops_per_second: float = 0.4 * 989e12
@@ -418,6 +419,7 @@ class StepTime:
     query_flops: float = 0.0
     batch_flops: float = 0.0
     launch_seconds: float = 0.0
+    key_seconds: float = 0.0
     device: str = "H100"
 
     def work(self, lengths: IntArray, flops: Costs, num_ranks: int = 1) -> tuple[Costs, Costs]:

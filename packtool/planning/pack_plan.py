@@ -70,6 +70,17 @@ class PackPlan:
         """Sum the tokens of each pack; int64 (K,)."""
         return self.sums_per_pack(self.lengths)
 
+    def gathered_keys_per_pack(self) -> Int64Array:
+        """Estimate the attention keys of each pack that shares prefixes, which are gathered; int64 (K,), 0 for others.
+
+        A prefix counts for each sample and once for its fork. Forks of deep trees may count more than once.
+        """
+        if self.shared_tokens is None:
+            return np.zeros(self.num_packs, np.int64)
+        is_fork = np.diff(self.shared_tokens, prepend=0) != 0  # neighbors with equal prefixes have one fork
+        keys = self.sums_per_pack(self.full_lengths + self.shared_tokens * is_fork)
+        return np.where(self.sums_per_pack(self.shared_tokens) > 0, keys, 0)
+
     def sum_squares_per_pack(self) -> Int64Array:
         """Sum the squared sample lengths of each pack, proportional to the work of attention; int64 (K,).
 

@@ -25,7 +25,7 @@ class Hardware:
 
     Args:
         peak_tflops: dense bfloat16, TFLOP/s.
-        hbm_gb_per_s: bandwidth of its memory; only printed, since it bounds short kernels.
+        hbm_gb_per_s: bandwidth of its memory, which bounds short kernels and the gathering of shared keys and values.
         intra_node_gb_per_s: to the others of its node.
         inter_node_gb_per_s: of each accelerator's network card.
         gpus_per_node: joined by the faster links.

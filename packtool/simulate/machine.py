@@ -399,6 +399,7 @@ class Machine:
             query_flops=square * slower * self.constants.attention_half_tokens,
             batch_flops=self.constants.matmul_half_tokens * self.sizes.cost.per_token,
             launch_seconds=self.launch_seconds,
+            key_seconds=self.key_seconds,
             device=hardware.name,
         )
 
@@ -407,6 +408,16 @@ class Machine:
         """Seconds that the CPU needs to launch a micro-batch, however small it is."""
         constants, passes = self.constants, 4 / 3 if self.recompute is True else 1.0
         return self.sizes.num_layers * constants.kernels_per_layer * constants.launch_us * 1e-6 * passes
+
+    @property
+    def key_seconds(self) -> float:
+        """Seconds to gather a token's keys and values in all layers, forward and backward (``GatherTokens``).
+
+        Bytes that memory moves, in units of ``kv_bytes``: forward 2 to read and write; backward 2 to sort the
+        gradients, 3 to convert them to 32 bits, and 2 to add them up.
+        """
+        moved = 7 + (4 if self.recompute is True else 2)
+        return moved * self.sizes.num_layers * self.sizes.kv_bytes / (self.hardware.hbm_gb_per_s * 1e9)
 
     @property
     def state_bytes(self) -> float:

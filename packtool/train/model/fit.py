@@ -72,6 +72,7 @@ class Proposal:
         num_steps, tokens, seconds: of an epoch; a prefix counts for each of its samples. Before layers are planned,
             recomputation takes no time.
         token_share_saved: share of ``tokens`` that shared prefixes save, 0 to 1.
+        gathering_share: share of the time in which keys and values of shared prefixes are gathered, 0 to 1.
         recomputation: figures of the planned layers; None without ``--gradient-checkpointing auto``.
         memory: of a rank; None before it is traced.
     """
@@ -84,6 +85,7 @@ class Proposal:
     tokens: int
     seconds: float
     token_share_saved: float
+    gathering_share: float
     recomputation: dict[str, Any] | None = None
     memory: MemoryEstimate | None = None
 
@@ -112,6 +114,7 @@ class Proposal:
             "step_seconds": self.seconds / self.num_steps,
             "tokens_per_second": self.tokens / self.seconds,
             "token_share_saved": self.token_share_saved,
+            "gathering_share": self.gathering_share,
             "hours": self.seconds * self.run.num_train_epochs / 3600,
             "memory_gib": self.memory.total,
             "command": self.command(world_size, gpus_per_node),
@@ -303,6 +306,7 @@ class Fit:
         if run.plans_recomputation:
             recomputed = 0.0 if layers is None else layers.shares(**tokens_per_micro_batch(plan, inputs))
         time = self._expected_time(run)
+        seconds = float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared, recomputed).sum())
         tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))
         return Proposal(
             run=run,
@@ -311,8 +315,9 @@ class Fit:
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=tokens,
-            seconds=float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared, recomputed).sum()),
+            seconds=seconds,
             token_share_saved=1 - plan.packs.num_tokens / tokens,
+            gathering_share=float(time.gathering_seconds(run, plan).sum()) / (seconds * plan.steps.world_size),
         )
 
     def _expected_time(self, run: TrainConfig) -> ExpectedTime:

@@ -3,7 +3,8 @@
 A micro-batch of packs on P ranks that share it takes
 
     max(launches, language model / P + towers of the rank with the most media
-        + exchanges that its attention does not hide, collectives of sharded weights)
+        + exchanges that its attention does not hide + gathering of shared keys and values,
+        collectives of sharded weights)
 
 because towers process each picture or sound on one rank, and ranks wait for each other after them
 (``planning.towers``); weights are gathered, and gradients sent, while layers compute. A step takes as long as its
@@ -249,20 +250,31 @@ class ExpectedTime:
             local_attention=np.zeros(len(total_flops)),
             sharded_attention=attention_flops / times.flops_per_second,
         )
-        return np.maximum(computing_seconds + waiting_seconds, times.launch_seconds)
+        gathering_seconds = self.gathering_seconds(config, plan)
+        return np.maximum(computing_seconds + waiting_seconds + gathering_seconds, times.launch_seconds)
 
-    def _step_time(self, config: TrainConfig, cost: CostModel) -> StepTime:
-        """The speed of this run's devices and links; ``cost`` includes recomputation."""
-        sizes = ModelSizes.or_8b(self.model)
-        machine = Machine(
-            sizes=sizes,
+    def gathering_seconds(self, config: TrainConfig, plan: EpochPlan) -> Seconds:
+        """Seconds in which each micro-batch gathers the keys and values of shared prefixes, (C,)."""
+        keys = plan.steps.micro_batch_sums(plan.packs.gathered_keys_per_pack())
+        return np.asarray(keys * self._machine(config).key_seconds)
+
+    def _machine(self, config: TrainConfig) -> Machine:
+        """Return a model of this run's devices and links."""
+        return Machine(
+            sizes=ModelSizes.or_8b(self.model),
             hardware=self.hardware,
             world_size=self.world_size,
             recompute=bool(config.gradient_checkpointing),
             sequence_parallel_type=config.sequence_parallel_type,
         )
+
+    def _step_time(self, config: TrainConfig, cost: CostModel) -> StepTime:
+        """The speed of this run's devices and links; ``cost`` includes recomputation."""
+        machine = self._machine(config)
         # ``recompute`` adds the exchanges, launches and FLOPs of recomputation; those FLOPs are already in ``cost``.
-        computing_machine = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
+        computing_machine = dataclasses.replace(
+            machine, sizes=dataclasses.replace(machine.sizes, cost=cost), recompute=False
+        )
         num_sharing = config.sequence_parallel_ranks
         with_recomputation = machine.step_time(num_sharing)
         return dataclasses.replace(

@@ -130,6 +130,16 @@ def test_shared_prefixes_save_time_and_keys_take_memory(
         is_split = each.sequence_parallel_ranks > 1
         assert shared.token_share_saved == pytest.approx(0.0 if is_split else saved.saved)
         assert [tokens.keys > 0 for tokens in shared.micro_batches] == [not is_split] * len(shared.micro_batches)
+    # Gathering the keys of prefixes takes time, and only that depends on the bandwidth of memory.
+    run_settings = next(each for each in fit.accepted_runs() if each.gradient_checkpointing is False)
+    times = {"fast": fit.estimate_time(run_settings)}
+    fit.hardware = dataclasses.replace(fit.hardware, hbm_gb_per_s=fit.hardware.hbm_gb_per_s / 1e6)
+    unshared.hardware = fit.hardware
+    times["slow"] = fit.estimate_time(run_settings)
+    assert 0 < times["fast"].gathering_share < times["slow"].gathering_share < 1
+    assert times["fast"].seconds < times["slow"].seconds
+    assert unshared.estimate_time(run_settings).gathering_share == 0
+    assert times["fast"].micro_batches == times["slow"].micro_batches
     words = [
         "plan",
         world.cache,

@@ -80,6 +80,9 @@ def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
         num_keys.append(len(getattr(batch, "key_index", batch.input_ids[0])))
     assert (max_keys >= num_keys).all()
     assert (max_keys <= 1.5 * np.array(num_keys)).all()
+    # The expected keys: near those of packs that share prefixes, 0 for others.
+    gathers = packs.sums_per_pack(packs.shared_tokens) > 0
+    assert packs.gathered_keys_per_pack() == pytest.approx(np.where(gathers, num_keys, 0), rel=0.15)
     (heaviest,) = run.peak_memory_batches()
     assert heaviest.keys == max_keys.max() > heaviest.computed
 
