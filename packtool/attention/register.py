@@ -7,7 +7,7 @@ Documents have no other boundaries, so a call without it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from packtool.attention.recurrent import (
     restore_recurrent_layers,
     set_recurrent_ranks,
 )
-from packtool.batch.batch import WholePictures
+from packtool.batch.batch import PictureKeys, WholePictures
 from packtool.errors import ConfigError, UnsupportedModelError
 
 ATTENTION_NAME = "packtool"
@@ -217,13 +217,24 @@ def _attend_documents(
     pictures: WholePictures | None = kwargs.get("whole_pictures")
     if pictures is None or (pictures.only_windows and window is None):
         return out
-    # Causal attention is wrong only for tokens of pictures: these see all keys up to the end of their picture.
-    of_pictures = pictures.keys(window, q.device)
-    keys = Varlen(of_pictures.cu_seqlens_k, max(of_pictures.key_lengths), of_pictures.key_lengths)
-    queries = Varlen(of_pictures.cu_seqlens, max(of_pictures.lengths), of_pictures.lengths, causal=False, keys=keys)
-    k, v = GatherTokens.apply(of_pictures.keys, k, v)
-    out_of_pictures = attend(q.index_select(0, of_pictures.queries), k, v, queries)
-    return out.index_copy(0, of_pictures.queries, out_of_pictures)
+    # Causal attention is wrong only for tokens of pictures.
+    picture_keys = pictures.keys(window, q.device)
+    return out.index_copy(0, picture_keys.queries, _attend_pictures(q, k, v, picture_keys, attend))
+
+
+def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend: Callable[..., Tensor]) -> Tensor:
+    """Return the output (N, Hq, D) of tokens of pictures, which see all keys up to the end of their picture.
+
+    Args:
+        q: (T, Hq, D), of the complete sequence.
+        k, v: (T', Hkv, D).
+        keys: the N tokens of pictures, and the keys that each picture sees.
+        attend: ``Kernel.attend`` with the layer's options.
+    """
+    key_boundaries = Varlen(keys.cu_seqlens_k, max(keys.key_lengths), keys.key_lengths)
+    pictures = Varlen(keys.cu_seqlens, max(keys.lengths), keys.lengths, causal=False, keys=key_boundaries)
+    k, v = GatherTokens.apply(keys.keys, k, v)
+    return attend(q.index_select(0, keys.queries), k, v, pictures)
 
 
 class GatherTokens(torch.autograd.Function):

@@ -156,7 +156,7 @@ def batch_fields(
         media: inputs of the towers, by the names of the model's arguments.
         exchanges_features: ranks share the sequence, and send each other the features of its media.
     """
-    id_rows = _as_rows(input_ids)
+    id_rows = _as_rows(spec.model_ids(input_ids))
     label_rows = _as_rows(labels)
     if spec.family.token_types:
         token_types = torch.zeros_like(id_rows)

@@ -29,6 +29,7 @@ from packtool.batch.shard import FeatureRoute, Int64Array, SequenceShard, Sequen
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.media_spans import sounds_in_order
+from packtool.errors import DataError
 from packtool.planning.pack_plan import Costs
 from packtool.planning.skrull import SHARDED
 from packtool.planning.towers import assign_heaviest_first
@@ -194,12 +195,13 @@ def _load_rank_media(
     if not spec.has_vision:
         return {}, {}
     # The encoding rank of each placeholder token, by kind of medium. A model may take videos as images.
+    _refuse_mixed_media(documents, spec)
     source_ranks: dict[MediaKind, list[int]] = defaultdict(list)
     for (_, kind, medium), rank in _assign_media(documents, ranks, spec, split):
         source_ranks[spec.family.taken_as(kind)] += [rank] * medium.num_tokens
     routed_kinds = _routed_kinds(source_ranks.keys(), towers)
     inputs = load_media(with_rank_media(documents, ranks, spec, split), spec)
-    input_ids = np.concatenate([document.input_ids for document in documents])
+    input_ids = spec.model_ids(np.concatenate([document.input_ids for document in documents]))
     routes: dict[str, FeatureRoute] = {}
     for kind in spec.family.kinds:
         if kind in routed_kinds:
@@ -208,6 +210,17 @@ def _load_rank_media(
             routes[kind] = route_features(placeholders, kind_ranks, tokens_by_rank, split.rank)
             inputs = _with_blank_medium(inputs, kind, spec)
     return inputs, routes
+
+
+def _refuse_mixed_media(documents: Sequence[EncodedSample], spec: InputSpec) -> None:
+    """Raise a DataError, naming the row, for pictures and videos of one row that the model gets as pictures."""
+    for document in documents:
+        if document.images and document.videos and spec.family.videos_as_pictures:
+            raise DataError(
+                f"row {document.row} of {document.source} has pictures and videos, which --sequence-parallel-size does "
+                f"not support for this model ({spec.family.title})",
+                "Leave the option out, or export rows with one of the two kinds.",
+            )
 
 
 def _routed_kinds(media_kinds: Collection[MediaKind], towers: frozenset[Tower]) -> set[MediaKind]:

@@ -11,6 +11,7 @@ them; the model drops that padding itself.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
@@ -30,7 +32,7 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, E
 from packtool.encode.families.processor import load_processor, process_images, process_video
 from packtool.encode.families.qwen_vl import Bounds, image_bounds, video_bounds
 from packtool.encode.families.record import AudioLimits
-from packtool.encode.media_spans import sounds_in_order
+from packtool.encode.media_spans import media_spans, sounds_in_order
 from packtool.errors import ConfigError, MediaError
 from packtool.media.audio import load_audio
 from packtool.media.files import content_state
@@ -273,10 +275,12 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
         C, H, W), (pictures, tiles, C, H, W), ...), and others that describe them; empty without images and videos.
     """
     parts: list[dict[str, Tensor]] = []  # one for each video, and one for all images between two videos
-    for run in _runs(samples):
+    for run in _runs([part for sample in samples for part in _split_by_kind(sample, spec)]):
         has_videos = bool(run[0].videos)  # as all samples of the run
         parts += _processed_videos(run, spec) if has_videos else [_processed_images(run, spec)]
-    sizes = {tuple(part["pixel_values"].shape[-2:]) for part in parts if part}  # (H, W)
+    parts = _padded_patches([part for part in parts if part])
+    # (H, W) of complete pictures; patches of pictures of any size lie end to end.
+    sizes = {tuple(part["pixel_values"].shape[-2:]) for part in parts if part["pixel_values"].ndim > 3}
     if len(sizes) > 1:
         raise ConfigError(
             f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sizes)}, which "
@@ -284,6 +288,35 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
             "Give both the same size in the processor's settings, or train caches with pictures and with videos apart.",
         )
     return _concatenated(parts)
+
+
+def _split_by_kind(sample: EncodedSample, spec: InputSpec) -> list[EncodedSample]:
+    """Split a sample with pictures and videos into one sample for each medium, in the order of their tokens."""
+    if not (sample.images and sample.videos):
+        return [sample]
+    parts = []
+    for span in media_spans(sample, spec.media_tokens):
+        media: dict[str, Any] = {"images": (), "videos": ()}
+        media["videos" if isinstance(span.medium, EncodedVideo) else "images"] = (span.medium,)
+        parts.append(dataclasses.replace(sample, **media))
+    return parts
+
+
+def _padded_patches(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Pad patches (pictures, N, D) and their positions (pictures, N, 2), -1 for padding, to the most patches N.
+
+    Inputs of other shapes are returned as they are.
+    """
+    if not all("image_position_ids" in part for part in parts):
+        return list(parts)
+    max_patches = max((part["pixel_values"].shape[1] for part in parts), default=0)
+    return [
+        {
+            name: F.pad(tensor, (0, 0, 0, max_patches - tensor.shape[1]), value=0 if name == "pixel_values" else -1)
+            for name, tensor in part.items()
+        }
+        for part in parts
+    ]
 
 
 def _processed_images(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
@@ -301,21 +334,22 @@ def _processed_images(samples: Sequence[EncodedSample], spec: InputSpec) -> dict
 
 def _processed_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str, Tensor]]:
     """Return the inputs of each video, which this family treats as images."""
+    return [_processed_video(video, sample, spec) for sample in samples for video in sample.videos]
+
+
+def _processed_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[str, Tensor]:
+    """Return the inputs of one video by the names of those of images."""
     processor = _processor(spec.model)
-    pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["video"]))
-    inputs_of_videos = []
-    for sample in samples:
-        for video in sample.videos:
-            frames = _load_frames(video, spec)
-            pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
-            text, outputs = process_video(processor, pixels, video.num_frames, video.fps, video.indices)
-            height, width = frames.shape[1:3]
-            count = text.count(pad)
-            if (height, width, count) != (video.height, video.width, video.num_tokens):
-                size = f"{width}x{height} pixels in {count} tokens"
-                raise _changed(video, sample, f"{video.num_tokens} tokens", size)
-            inputs_of_videos.append({name: outputs[name] for name in spec.family.processor_inputs if name in outputs})
-    return inputs_of_videos
+    frames = _load_frames(video, spec)
+    pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    text, outputs = process_video(processor, pixels, video.num_frames, video.fps, video.indices)
+    height, width = frames.shape[1:3]
+    count = text.count(str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["video"])))
+    if (height, width, count) != (video.height, video.width, video.num_tokens):
+        raise _changed(video, sample, f"{video.num_tokens} tokens", f"{width}x{height} pixels in {count} tokens")
+    input_names = spec.family.processor_inputs
+    output_names = spec.family.video_outputs or input_names
+    return {name: outputs[each] for name, each in zip(input_names, output_names, strict=True) if each in outputs}
 
 
 def _process(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dict[str, Tensor]]:

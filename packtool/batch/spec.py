@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
@@ -123,6 +125,12 @@ class InputSpec:
             remedy = "Take config.json from the model's own repository."
             raise ConfigError(f"config.json names no {missing[0]}_token_id", remedy)
         return named
+
+    def model_ids(self, input_ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return token ids (L,) for the model's forward: those of pictures for videos that it gets as pictures."""
+        if not self.family.video_outputs:
+            return input_ids
+        return np.where(input_ids == self.pad_ids["video"], self.pad_ids["image"], input_ids).astype(input_ids.dtype)
 
     @cached_property
     def media_tokens(self) -> MediaTokens:

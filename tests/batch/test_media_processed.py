@@ -34,6 +34,7 @@ from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.media import large_processed, load_media, load_processed, skip_pixel_copies
 from packtool.batch.media_cache import MediaReads
+from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.data import EncodeSpec, MediaCacheOptions
 from packtool.config.train import TrainConfig
@@ -42,7 +43,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import ConfigError, MediaError, UnsupportedModelError
+from packtool.errors import ConfigError, DataError, MediaError, UnsupportedModelError
 from packtool.media.measure import load_image
 from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
@@ -51,7 +52,14 @@ from packtool.train.loop.media_times import _measure_loading
 from packtool.train.model.trace import trace_pass, traced_batch
 from packtool.train.model.trainable import make_trainable, tower_prefixes
 from packtool.train.prepare.figures import RankTokens
-from packtool.train.verify.checks import PackUnderTest, check_gradients, check_isolation, check_logits, check_prefixes
+from packtool.train.verify.checks import (
+    PackUnderTest,
+    check_gradients,
+    check_isolation,
+    check_logits,
+    check_prefixes,
+    without_boundaries,
+)
 from tests.attention.parallel.shared_model import Found, Setting, check_setting, forward_alone
 from tests.encode.other_families import model_of, tokens_of
 from tests.forked import run_ranks
@@ -66,6 +74,8 @@ TRAINED = [
     for name in family.model_types
 ]
 WITH_VIDEOS = [name for family in FAMILIES if family.videos_as_pictures for name in family.model_types]
+OWN_PADS = [name for family in FAMILIES if family.video_outputs for name in family.model_types]
+"""Whose videos have placeholder tokens of their own, and are encoded as pictures."""
 TRAINED += ["pixtral"]  # LLaVA with another tower and processor
 WHOLE = [name for family in FAMILIES if family.whole_pictures for name in family.model_types]
 """That see pictures as wholes."""
@@ -103,6 +113,10 @@ def row(row_index: int, question: str, *pictures: int) -> Sample:
     return Sample((Turn("user", question), Turn("assistant", f"Answer {row_index}.")), media, "rows.jsonl", row_index)
 
 
+def pictures(*numbers: int) -> tuple[MediaRef, ...]:
+    return tuple(MediaRef(None, PICTURES[number]) for number in numbers)
+
+
 def noise(height: int, width: int) -> bytes:
     """A PNG file."""
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -114,7 +128,8 @@ def rows_for(name: str) -> list[Sample]:
     rows = [row(0, "<image>What?", 0), row(1, "text"), row(2, "<image>", 1), row(3, "Is <image> it?", 2)]
     # Its processor makes one picture of a row larger than each of two, which export refuses.
     rows += [] if name == "llava_onevision" else [row(4, "<image> or <image>?", 2, 0)]
-    return [*rows, film(5, "<video>What?", 0), film(6, "Is <video> <video>?", 1, 0)] if name in WITH_VIDEOS else rows
+    rows += [film(5, "<video>What?", 0), film(6, "Is <video> <video>?", 1, 0)] if name in WITH_VIDEOS else []
+    return rows
 
 
 def film(row_index: int, question: str, *videos: int) -> Sample:
@@ -162,7 +177,10 @@ def test_tokens_and_pixels_equal_those_of_the_processor(world_of: Callable[[str]
         expected = tokens_of(world.processor, row)
         np.testing.assert_array_equal(sample.input_ids, expected.pop("input_ids")[0])
         inputs = load_media([sample], world.spec)
-        if "video_grid_thw" in expected:  # the same patches, and each step in time is a picture
+        outputs = dict(zip(world.spec.family.video_outputs, world.spec.family.processor_inputs, strict=False))
+        if outputs and sample.videos:
+            expected |= {name: expected[output] for output, name in outputs.items()}
+        elif "video_grid_thw" in expected:  # the same patches, and each step in time is a picture
             steps = [[1, *sides] for times, *sides in expected["video_grid_thw"].tolist() for _ in range(times)]
             expected["image_grid_thw"] = torch.tensor(steps)
             expected["pixel_values"] = expected["pixel_values_videos"]
@@ -217,6 +235,38 @@ def test_packed_samples_equal_single_samples(world_of: Callable[[str], World], n
         logits = model(**blank.model_inputs()).logits[0, : blank.lengths[0]]
         bare = collate_packs(world.samples[1:2], world.spec, frozenset())
         torch.testing.assert_close(model(**bare.model_inputs()).logits[0], logits, rtol=0, atol=1e-5)
+
+
+def mixed(row_index: int) -> Sample:
+    """A picture between two videos, and one behind them."""
+    videos = film(row_index, "<video> or <image> or <video> or <image>?", 1, 0)
+    return dataclasses.replace(videos, images=pictures(2, 0))
+
+
+@pytest.mark.parametrize("name", OWN_PADS)
+def test_videos_and_pictures_of_a_row_give_the_logits_of_the_model(world_of: Callable[[str], World], name: str) -> None:
+    """Against its own forward of its own processor's outputs; and packed as alone."""
+    world = world_of(name)
+    model = world.model()
+    rows = [*rows_for(name)[-2:], mixed(7)]
+    samples = [sample for samples in encode(world.directory, rows) for sample in samples]
+    for row, sample in zip(rows, samples, strict=True):
+        inputs = {key: torch.as_tensor(value) for key, value in tokens_of(world.processor, row).items()}
+        assert torch.equal(inputs["input_ids"][0], torch.from_numpy(sample.input_ids).long())
+        del inputs["attention_mask"]
+        unused = [key for key in inputs if "num_soft" in key or key == "second_per_grid_ts"]
+        with torch.no_grad():
+            expected = model(**{key: value for key, value in inputs.items() if key not in unused}).logits[0]
+            alone = model(**without_boundaries(collate_packs([sample], world.spec)).model_inputs()).logits[0]
+        torch.testing.assert_close(alone, expected, rtol=0, atol=2e-5)
+    set_attention(model)
+    pack = PackUnderTest(model, [*samples, *world.samples[:3]], world.spec, torch.float32)
+    for check in (check_isolation(pack), check_logits(pack), check_gradients(pack)):
+        assert check.error <= check.allowed, check
+    if not world.spec.whole_pictures:
+        split = SequenceSplit(ring_size=1, ulysses_size=2, rank=0)
+        with pytest.raises(DataError, match=r"row 7 of rows\.jsonl has pictures and videos, which --sequence-parallel"):
+            collate_shard(samples, world.spec, split)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_VIDEOS if name.startswith("glm")])
@@ -423,7 +473,7 @@ def test_tokens_of_a_picture_see_each_other_in_both_directions(world_of: Callabl
         row = rows[number, : sample.length]
         torch.testing.assert_close(packed[number], row, rtol=0, atol=2e-5)
         torch.testing.assert_close(without[number], causal[number, : sample.length], rtol=0, atol=2e-5)
-        assert bool(sample.images) == bool((without[number] - row).abs().max() > 1e-3)
+        assert bool(sample.images or sample.videos) == bool((without[number] - row).abs().max() > 1e-3)
 
 
 def test_small_gemma_4_models_are_causal(world_of: Callable[[str], World]) -> None:

@@ -40,7 +40,8 @@ def _cohere(tokenizer: Tokenizer) -> Any:
 
 def _exaone(tokenizer: Tokenizer) -> Any:
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    return t.Exaone4_5_Processor(t.Qwen2VLImageProcessor(**_QWEN), tokenizer(**names), t.Qwen2VLVideoProcessor())
+    videos = t.Qwen2VLVideoProcessor(**_QWEN, num_frames=16, do_sample_frames=True)
+    return t.Exaone4_5_Processor(t.Qwen2VLImageProcessor(**_QWEN), tokenizer(**names), videos)
 
 
 def _kimi(tokenizer: Tokenizer) -> Any:
@@ -121,7 +122,8 @@ def _gemma4(tokenizer: Tokenizer) -> Any:
     names = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
     names |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
     images = t.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70)
-    return t.Gemma4Processor(t.Gemma4AudioFeatureExtractor(), images, tokenizer(**names), t.Gemma4VideoProcessor())
+    videos = t.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70, num_frames=4)
+    return t.Gemma4Processor(t.Gemma4AudioFeatureExtractor(), images, tokenizer(**names), videos)
 
 
 PROCESSORS: dict[str, Callable[[Tokenizer], Any]] = {

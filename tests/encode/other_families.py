@@ -186,6 +186,8 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
         **_CONFIGS[family],
         name: token_id,
     }
+    if family in ("exaone4_5", "gemma4"):
+        config_values["video_token_id"] = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
     if family.startswith("glm"):
         marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}
         marks |= {"video_token_id": "<|video|>"}

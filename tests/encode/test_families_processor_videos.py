@@ -26,7 +26,7 @@ from tests.encode.other_families import model_of, tokens_of
 from tests.encode.test_prepared import prepared, values
 from tests.media.clips import write_clip
 
-NAMES = ("glm4v", "glm46v", "internvl")
+NAMES = ("glm4v", "glm46v", "internvl", "gemma4", "exaone4_5")
 ASKED: dict[str, tuple[ProcessorVideos, Any]] = {}
 
 
@@ -45,7 +45,7 @@ def encoder_of(directory_of: Callable[[str], Path]) -> Callable[..., Encoder]:
 def processor_videos(directory_of: Callable[[str], Path], drawn_data: Path) -> None:
     for name in NAMES:
         processor = model_of(name, drawn_data, directory_of(name).parent)[1]
-        ASKED[name] = ProcessorVideos(processor, processor.image_token), processor
+        ASKED[name] = ProcessorVideos(processor, pad_of(name, processor)), processor
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,11 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> list[MediaRef]:
     folder = tmp_path_factory.mktemp("clips")
     files = [write_clip(folder / f"{n}.mp4", size=(32, 48 + 16 * n), num_frames=30 + 60 * n) for n in (0, 1)]
     return [MediaRef(str(file)) for file in files]
+
+
+def pad_of(name: str, processor: Any) -> str:
+    """The placeholder token of videos: that of pictures, where frames are written as such."""
+    return str(processor.video_token if name in ("gemma4", "exaone4_5") else processor.image_token)
 
 
 def film(question: str, *videos: MediaRef, answer: str = "It is.") -> Sample:
@@ -96,7 +101,7 @@ def test_frames_and_text_equal_those_of_the_processor(
     segments = encoding.segments(video)
     texts = [segment if isinstance(segment, str) else segment.token * segment.times for segment in segments]
     assert "".join(texts) == written["replacement"]
-    assert video.num_tokens == written["replacement"].count(processor.image_token)
+    assert video.num_tokens == written["replacement"].count(pad_of(name, processor))
     if "video_metadata" in inputs:
         assert list(video.indices) == list(inputs["video_metadata"][0].frames_indices)
     assert not video.grid or list(video.grid) == inputs["video_grid_thw"][0].tolist()

@@ -280,7 +280,10 @@ class ProcessorFamily(MediaEncoding):
         """Return the encoding of videos; None if the family, the processor or the tokenizer does not support them."""
         if self._family.no_videos or self._pad is None or not has_videos(self._processor):
             return None
-        return ProcessorVideos(self._processor, self._pad)
+        if not self._family.video_outputs:
+            return ProcessorVideos(self._processor, self._pad)
+        pad = str(self._processor.video_token)
+        return ProcessorVideos(self._processor, pad, [pad])
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a picture by its header; count the tokens of a blank picture of the same size, by the processor."""
@@ -499,7 +502,8 @@ FAMILIES: tuple[Family, ...] = (
         vision="model.visual",
         aligner=("model.visual.merger",),
         projector=Family.projector,
-        no_videos=_APART,
+        no_videos="",
+        video_outputs=("pixel_values_videos", "video_grid_thw"),
     ),
     _family(
         "HyperCLOVA X SEED Vision",
@@ -544,6 +548,7 @@ FAMILIES: tuple[Family, ...] = (
         unused=("model.audio_tower", "model.embed_audio"),
         whole_pictures="windows",
         token_types="mm_token_type_ids",
-        no_videos="packtool supports only pictures for this model",
+        no_videos="",
+        video_outputs=("pixel_values_videos", "video_position_ids"),
     ),
 )

@@ -326,6 +326,9 @@ class Family:
         keeps_bounds: whether all pictures and videos are resized to the bounds of the processor's settings.
         videos_as_pictures: whether the model takes a video's frames as pictures, by the same inputs and with the same
             placeholder tokens. Only the marks differ, so a row may have pictures or videos, but not both.
+        video_outputs: with ``videos_as_pictures``, outputs of its processor for videos that correspond to
+            ``processor_inputs``, if these have other names than those for pictures. Videos then have placeholder tokens
+            of their own, which become those of pictures in a batch, and a row may have both.
         refused: reason why its models can be exported for, but not trained; "" if they can be trained.
         mel_frames: mel frames of the shortest sound, which has one token; 0 for a model without sound.
         sound_chunk: mel frames of a full chunk of sound, and its number of tokens.
@@ -356,6 +359,7 @@ class Family:
     processor_inputs: tuple[str, ...] = ()
     keeps_bounds: bool = False
     videos_as_pictures: bool = False
+    video_outputs: tuple[str, ...] = ()
     refused: str = ""
     mel_frames: int = 0
     sound_chunk: tuple[int, int] = (1, 1)
@@ -380,7 +384,8 @@ class Family:
     def pads_in(self, config: Mapping[str, Any]) -> dict[MediaKind, int]:
         """Return the id of the placeholder token of each kind that the family supports and ``config.json`` names."""
         ids = pad_ids_of(config)
-        return {kind: ids[self.taken_as(kind)] for kind in self.kinds if self.taken_as(kind) in ids}
+        named = self.kinds if self.video_outputs else tuple(map(self.taken_as, self.kinds))
+        return {kind: ids[name] for kind, name in zip(self.kinds, named, strict=True) if name in ids}
 
     def mel_frames_of(self, num_tokens: int) -> int:
         """Return the maximum number of mel frames of a sound with ``num_tokens`` tokens."""

@@ -267,7 +267,8 @@ class PackUnderTest:
         text_ids = torch.unique(pack_tokens[~torch.isin(pack_tokens, special_ids)])
         if len(text_ids) == 1:
             text_ids = torch.unique(torch.cat([text_ids, torch.where(text_ids > 0, text_ids - 1, text_ids + 1)]))
-        tokens = torch.from_numpy(self.samples[node.samples[0]].input_ids[node.start : node.stop].astype(np.int64))
+        sample_ids = self.spec.model_ids(self.samples[node.samples[0]].input_ids)
+        tokens = torch.from_numpy(sample_ids[node.start : node.stop].astype(np.int64))
         is_text = ~torch.isin(tokens, special_ids)
         next_numbers = (torch.searchsorted(text_ids, tokens[is_text]) + 1) % len(text_ids)
         tokens[is_text] = text_ids[next_numbers]
