@@ -29,15 +29,15 @@ from packtool.rows.source import KNOWN_FORMATS, Pairs, SourceSpec, format_of
 
 # Keys for the location of a dataset; the first with a value is used, as in LLaMA-Factory.
 _LOCATION_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
+_REFUSED_LOCATIONS = {
+    "om_hub_url": "the openMind hub is not supported; download the dataset and set file_name to its path",
+    "script_url": "loading scripts are not supported; save the script's rows as .jsonl and set file_name to that path",
+}
 _SELECTION_KEYS = ("subset", "split", "folder")
 _PROMPT_FORMAT_KEYS = ("prompt_format", "prompt_format_without_input")
-_ENTRY_KEYS = (
-    *_LOCATION_KEYS,
-    *_SELECTION_KEYS,
-    *("formatting", "ranking", "num_samples", "columns", "tags"),
-    "file_sha1",  # ignored, as in LLaMA-Factory
-    *("loss_scale", "system", *_PROMPT_FORMAT_KEYS),  # only in packtool
-)
+_TEXT_KEYS = (*_LOCATION_KEYS, *_SELECTION_KEYS, "loss_scale", "system", *_PROMPT_FORMAT_KEYS)
+# LLaMA-Factory's file_sha1 is ignored. loss_scale, system and prompt formats are only in packtool.
+_ENTRY_KEYS = (*_TEXT_KEYS, "formatting", "ranking", "num_samples", "columns", "tags", "file_sha1")
 _FORMATTINGS = (None, "alpaca", "sharegpt", "openai")
 _TAG_KEYS = (*TAG_NAMES, "role_tag", "content_tag")
 # LLaMA-Factory's names of alpaca's columns, and packtool's.
@@ -77,12 +77,16 @@ class DatasetInfo:
         entry = self.entries[name]
         if not isinstance(entry, dict):
             raise ConfigError(f"{self._label}: {name!r} is a {type(entry).__name__}, not an object")
-        problems = _unknown_keys(f"{name!r}", entry, _ENTRY_KEYS)
-        problems += _unknown_keys(f"{name!r}, columns", _mapping(entry, "columns"), _COLUMN_KEYS)
-        problems += _unknown_keys(f"{name!r}, tags", _mapping(entry, "tags"), _TAG_KEYS)
-        problems += [f"{name!r}{problem}" for problem in _entry_problems(entry)]
+        problems = [
+            *_unknown_keys("", entry, _ENTRY_KEYS),
+            *_unknown_keys(", columns", _mapping(entry, "columns"), _COLUMN_KEYS),
+            *_unknown_keys(", tags", _mapping(entry, "tags"), _TAG_KEYS),
+            *_location_problems(entry),
+            *_value_problems(entry),
+            *_prompt_format_problems(entry),
+        ]
         if problems:
-            raise ConfigError.from_problems([f"{self._label}: {problem}" for problem in problems])
+            raise ConfigError.from_problems([f"{self._label}: {name!r}{problem}" for problem in problems])
         return entry
 
 
@@ -111,9 +115,12 @@ def _location_key(entry: Mapping[str, Any]) -> str:
 
 
 def _mapping(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object under a key of an entry; an empty one for another value, which ``_entry_problems`` reports."""
+    """Return the object under a key of an entry; an empty one for another value, which ``_value_problems`` reports."""
     value = entry.get(key)
     return value if isinstance(value, dict) else {}
+
+
+# The functions below return problems of an entry, each as the rest of a sentence that begins with the entry's name.
 
 
 def _unknown_keys(where: str, values: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
@@ -124,77 +131,57 @@ def _unknown_keys(where: str, values: Mapping[str, Any], known: tuple[str, ...])
     ]
 
 
-def _entry_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Return the problems of an entry's values, each as the rest of a sentence that begins with the entry's name."""
-    problems = _location_problems(entry)
+def _value_problems(entry: Mapping[str, Any]) -> list[str]:
+    """Check the types of values, and refuse preference data."""
+    problems = []
     preference_columns = [key for key in _PREFERENCE_COLUMNS if key in _mapping(entry, "columns")]
     if entry.get("ranking") or preference_columns:
         setting = "ranking" if entry.get("ranking") else f"the columns {', '.join(preference_columns)}"
         problems.append(f" has {setting}: preference data is not supported, only supervised data")
     if entry.get("formatting") not in _FORMATTINGS:
         problems.append(f" has formatting {entry['formatting']!r}; it must be alpaca, sharegpt or openai")
-    problems += _type_problems(entry)
-    problems += _prompt_format_problems(entry)
+    for key in ("columns", "tags"):
+        value = entry.get(key, {})
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            problems.append(f": {key} must be an object whose values are text")
+    problems += [
+        f": {key} is {entry[key]!r}, not text" for key in _TEXT_KEYS if not isinstance(entry.get(key), str | None)
+    ]
     num_samples = entry.get("num_samples")
-    is_count = isinstance(num_samples, int) and not isinstance(num_samples, bool) and num_samples >= 1
-    if num_samples is not None and not is_count:
+    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
         problems.append(f": num_samples is {num_samples!r}, not a positive integer")
     return problems
 
 
-def _type_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Return the problems of values that are not text, or not objects whose values are text."""
-    problems = []
-    for key in ("columns", "tags"):
-        value = entry.get(key, {})
-        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-            problems.append(f": {key} must be an object whose values are text")
-    for key in (*_LOCATION_KEYS, *_SELECTION_KEYS, "loss_scale", "system", *_PROMPT_FORMAT_KEYS):
-        if entry.get(key) is not None and not isinstance(entry[key], str):
-            problems.append(f": {key} is {entry[key]!r}, not text")
-    return problems
-
-
 def _prompt_format_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Return the problems of an entry's prompt formats, as ``_entry_problems`` does; only the first may be a name."""
+    """Check that prompt formats contain the instruction; only the first may be a name."""
     problems = []
-    with_input, without_input = _PROMPT_FORMAT_KEYS
-    text = entry.get(with_input)
-    if isinstance(text, str) and "{instruction}" not in text and text not in PROMPT_FORMATS:
-        names = ", ".join(PROMPT_FORMATS)
-        problems.append(f": {with_input} {text!r} must contain {{instruction}} or be one of {names}")
-    text = entry.get(without_input)
-    if isinstance(text, str) and "{instruction}" not in text:
-        problems.append(f": {without_input} {text!r} must contain {{instruction}}")
-    if entry.get(without_input) and not entry.get(with_input):
-        problems.append(f" has {without_input} without {with_input}")
+    for key in _PROMPT_FORMAT_KEYS:
+        text, names = entry.get(key), PROMPT_FORMATS if key == "prompt_format" else {}
+        if isinstance(text, str) and "{instruction}" not in text and text not in names:
+            alternative = f" or be one of {', '.join(names)}" if names else ""
+            problems.append(f": {key} {text!r} must contain {{instruction}}{alternative}")
+    if entry.get("prompt_format_without_input") and not entry.get("prompt_format"):
+        problems.append(" has prompt_format_without_input without prompt_format")
     return problems
 
 
 def _location_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Return the problems of an entry's location, split, subset and folder, as ``_entry_problems`` does."""
-    location_key = _location_key(entry)
+    """Check the location, split, subset and folder."""
+    key = _location_key(entry)
     problems: list[str] = []
-    if not location_key:
+    if not key:
         problems.append(" needs one of file_name, cloud_file_name, hf_hub_url and ms_hub_url")
-    if location_key == "om_hub_url":
-        problems.append(
-            " has om_hub_url: the openMind hub is not supported; download the dataset and set file_name to its path"
-        )
-    if location_key == "script_url":
-        problems.append(
-            " has script_url: loading scripts are not supported; save the script's rows as .jsonl and set file_name "
-            "to that path"
-        )
-    if location_key in ("cloud_file_name", "file_name"):
-        for key in ("subset", "split"):
-            value = entry.get(key)
-            is_all_rows = key == "split" and value == "train"  # files have no other splits
-            if value not in (None, "") and not is_all_rows:
-                problems.append(
-                    f" has {key} {value!r}, which is only for datasets of a hub; remove {key} and set "
-                    f"{location_key} to the files of that {key}"
-                )
+    if key in _REFUSED_LOCATIONS:
+        problems.append(f" has {key}: {_REFUSED_LOCATIONS[key]}")
+    if key in ("cloud_file_name", "file_name"):  # files have no splits but train
+        selected = {"subset": entry.get("subset"), "split": entry.get("split") if entry.get("split") != "train" else ""}
+        problems += [
+            f" has {name} {value!r}, which is only for datasets of a hub; remove {name} and set {key} to the files of "
+            f"that {name}"
+            for name, value in selected.items()
+            if value not in (None, "")
+        ]
     folder = entry.get("folder")
     if isinstance(folder, str) and (folder.startswith(("/", "~")) or ".." in folder.split("/")):
         problems.append(f" has folder {folder!r}: it must be a sub-directory of the dataset")
