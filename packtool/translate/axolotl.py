@@ -29,11 +29,8 @@ def translate_axolotl(translation: Translation, values: dict[str, Any], environ:
     for name in ("datasets", "pretraining_dataset", "test_datasets"):
         _axolotl_datasets(translation, name, values.pop(name, None))
     for name in ("qat", "model_config"):
-        settings = values.pop(name, None) or {}
-        if isinstance(settings, dict):
-            translation.translate_object(name, settings)
-        else:
-            translation.refuse(name, "expected an object of names and values")
+        if isinstance(values.get(name), dict):
+            translation.translate_object(name, values.pop(name))
     _axolotl_sizes(translation, values)
     _axolotl_fsdp(translation, values)
     _axolotl_embeddings(translation, values)
@@ -55,18 +52,17 @@ def _axolotl_sizes(translation: Translation, values: dict[str, Any]) -> None:
 
 
 def _axolotl_fsdp(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate ``fsdp_config`` into the options of ``--fsdp``."""
-    config = values.pop("fsdp_config", None) or {}
+    """Translate ``fsdp_config`` into the options of ``--fsdp``, which expert parallelism does not need."""
+    config = values.get("fsdp_config")
     num_expert_ranks = translation.number("expert_parallel_size", values.get("expert_parallel_size"), 1)
-    if not isinstance(config, dict):
-        translation.refuse("fsdp_config", "expected an object of names and values")
-    elif config and num_expert_ranks >= 2:
-        translation.omit("fsdp_config", "expert_parallel_size shards the other weights over all processes, too")
-    elif config:
-        shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
-        options = split_list(values.get("fsdp") or [shard])
-        if is_true(config.get("offload_params")) or is_true(config.get("fsdp_offload_params")):
-            options.append("offload")
+    if not isinstance(config, dict) or num_expert_ranks >= 2:
+        return
+    del values["fsdp_config"]
+    shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
+    options = split_list(values.get("fsdp") or [shard])
+    if is_true(config.get("offload_params")) or is_true(config.get("fsdp_offload_params")):
+        options.append("offload")
+    if config:
         values["fsdp"] = options
 
 
@@ -90,8 +86,7 @@ def _axolotl_datasets(translation: Translation, name: str, value: Any) -> None:
     paths = []
     for entry in entries:
         paths += _dataset_arguments(translation, name, entry)
-        read_keys = {*_COLUMNS, "path", "name", "split", "data_files"}
-        translation.translate_object("datasets", {key: item for key, item in entry.items() if key not in read_keys})
+        translation.translate_object("datasets", entry)
     if paths:
         translation.set("val_dataset" if name == "test_datasets" else "dataset", paths, name)
     renamed_columns = _renamed_columns(entries)

@@ -83,11 +83,6 @@ class Translation:
     problems: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def tool(self) -> str:
-        """Name of the tool as in ``compat_names.tsv``."""
-        return self.source.tool
-
     def set(self, option: str, value: Any, origin: str) -> None:
         """Set an option, or one key of an object, as in ``training.tf32``; two different values are a problem."""
         option, _, key = option.partition(".")
@@ -123,7 +118,7 @@ class Translation:
 
     def refuse(self, name: str, reason: str) -> None:
         """Record a key that would change training and has no equivalent."""
-        problem = f"{name} ({self.tool}): {reason}"
+        problem = f"{name} ({self.source.tool}): {reason}"
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -147,7 +142,7 @@ class Translation:
         if value is None:
             return
         rule = self._find_rule(name, as_text(value).lower())
-        entry = _find_entry(self.tool, name, self.source.command)
+        entry = _find_entry(self.source.tool, name, self.source.command)
         if rule is not None:
             self._apply_rule(*rule, name, value)
         elif entry is not None:
@@ -155,13 +150,13 @@ class Translation:
         elif self.source.is_record:  # which also has values that ms-swift computes
             self.omit(name, "a derived value")
         else:
-            known_names = [each.name for each in compat_names() if each.tool in (self.tool, TRANSFORMERS)]
+            known_names = [each.name for each in compat_names() if each.tool in (self.source.tool, TRANSFORMERS)]
             self.refuse(name, f"unknown setting{did_you_mean(name, known_names)}")
 
     def _find_rule(self, name: str, value: str) -> tuple[str, str] | None:
         """Return (effect, text) of the first line of ``values.tsv`` that matches a key."""
         for tool, names, values, condition, effect, text in _table("values.tsv"):
-            is_of_key = tool in ("*", self.tool) and _matches(name, names)
+            is_of_key = tool in ("*", self.source.tool) and _matches(name, names)
             if is_of_key and _matches(value, values) and self._holds(condition):
                 return effect, text
         return None
@@ -249,7 +244,7 @@ class Translation:
     def add_defaults(self) -> None:
         """Add the tool's defaults from ``defaults.tsv`` whose condition holds, in the order of the table."""
         for tool, option, text, condition, origin in _table("defaults.tsv"):
-            if tool == self.tool and self._holds(condition):
+            if tool == self.source.tool and self._holds(condition):
                 self.default(option, parse_yaml(text), origin)
 
     def remove_conflicts(self) -> None:

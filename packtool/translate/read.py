@@ -82,7 +82,7 @@ def load_config_file(path: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
-            _num_nodes(root, {}, frozenset())
+            _num_nodes(root, {})
         value = parse_yaml(text)
     except RecursionError as error:
         raise ConfigError(f"--config {path}: lists and objects nest too deeply") from error
@@ -95,27 +95,29 @@ def load_config_file(path: str) -> dict[str, Any]:
     return {str(key): item for key, item in (value or {}).items()}
 
 
-def _num_nodes(node: Any, counts: dict[int, int], parents: frozenset[int]) -> int:
+def _num_nodes(node: Any, counts: dict[int, int]) -> int:
     """Return the number of nodes in a YAML tree with aliases expanded; ValueError for too many and duplicate keys.
 
-    ``counts`` has the results by ``id`` of nodes (an alias is the same object each time), ``parents`` the ``id`` of all
-    nodes above this one.
+    ``counts`` has the results by ``id`` of nodes (an alias is the same object each time), and 0 for unfinished ones.
     """
-    if id(node) in parents:
-        raise ValueError(f"line {node.start_mark.line + 1}: a value contains itself")
-    if id(node) not in counts:
-        children = node.value if isinstance(node.value, list) else []  # a text has no children
-        pairs = [child for child in children if isinstance(child, tuple)]  # of the keys and values of an object
-        keys: set[str] = set()
-        for key, _ in pairs:
-            if isinstance(key.value, str) and key.value in keys:
-                raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice; remove one")
-            keys.add(str(key.value))
-        nodes = [each for pair in pairs for each in pair] if pairs else children
-        counts[id(node)] = 1 + sum(_num_nodes(each, counts, parents | {id(node)}) for each in nodes)
-        if counts[id(node)] > MAX_NODES:
-            raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
-    return counts[id(node)]
+    if counts.setdefault(id(node), 0):
+        return counts[id(node)]
+    children = node.value if isinstance(node.value, list) else []  # a text has no children
+    pairs = [child for child in children if isinstance(child, tuple)]  # of the keys and values of an object
+    keys: set[str] = set()
+    for key, _ in pairs:
+        if isinstance(key.value, str) and key.value in keys:
+            raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice; remove one")
+        keys.add(str(key.value))
+    total = 1
+    for child in [each for pair in pairs for each in pair] if pairs else children:
+        if counts.get(id(child)) == 0:
+            raise ValueError(f"line {child.start_mark.line + 1}: a value contains itself")
+        total += _num_nodes(child, counts)
+    if total > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
+    counts[id(node)] = total
+    return total
 
 
 def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None = None) -> str | None:

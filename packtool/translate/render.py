@@ -16,7 +16,7 @@ _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\ufff
 
 def report(translation: Translation) -> str:
     """Return the block that a run prints at startup."""
-    tool = translation.tool
+    tool = translation.source.tool
     lines = [f"{translation.source.label}: a configuration of {tool}"]
     translated = _translated_names(translation)
     if translated:
@@ -57,9 +57,9 @@ def _word(value: Any) -> str:
 def as_yaml(translation: Translation, command: str) -> str:
     """Return packtool's YAML with the foreign name behind each line, and the keys without effect at the end."""
     start = shlex.join(["packtool", command, "--config", "FILE"])
-    lines = [f"# {translation.tool} to packtool; run: {_variables(translation)}{start}"]
+    lines = [f"# {translation.source.tool} to packtool; run: {_variables(translation)}{start}"]
     for option, value in translation.values.items():
-        kind = f"default of {translation.tool}: " if option in translation.defaults else ""
+        kind = f"default of {translation.source.tool}: " if option in translation.defaults else ""
         lines.append(f"{option}: {_scalar(value)}  # {kind}{_one_line(translation.origins[option])}")
     if translation.omitted:
         lines.append("# Without effect:")

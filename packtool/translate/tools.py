@@ -18,8 +18,6 @@ from packtool.translate.axolotl import translate_axolotl
 from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
 from packtool.translate.read import ForeignConfig, load_config_file
 
-_PROCESSES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
-
 
 def translate(source: ForeignConfig, options: Iterable[str], command: str, environ: Mapping[str, str]) -> Translation:
     """Translate a configuration into the ``options`` of ``packtool COMMAND``.
@@ -44,17 +42,17 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
 
 def _add_computed_defaults(translation: Translation) -> None:
     """Add defaults that depend on the values of other options."""
-    if translation.tool == "LLaMA-Factory" and is_true(translation.get("packing")):
+    if translation.source.tool == "LLaMA-Factory" and is_true(translation.get("packing")):
         length = int(translation.number("cutoff_len", translation.get("max_length"), 2048))
         translation.values["max_length"] = length - 1
         translation.origins["max_length"] = "cutoff_len, less 1 with packing as in LLaMA-Factory"
-    if translation.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
+    if translation.source.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
         rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
         translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
     # Some templates make the newline after ``<|im_end|>`` a target. A cache has its own targets.
     scale = as_text(translation.get("loss_scale") or "default")
     trains_everything = "all" in scale.split("+")
-    trains_newlines = translation.tool in ("ms-swift", "LLaMA-Factory") and not translation.get("cached_dataset")
+    trains_newlines = translation.source.tool in ("ms-swift", "LLaMA-Factory") and not translation.get("cached_dataset")
     if trains_newlines and not trains_everything:
         translation.values.pop("loss_scale", None)
         origins = [translation.origins[option] for option in ("loss_scale",) if option in translation.origins]
@@ -72,7 +70,7 @@ def _translate_variables(translation: Translation) -> None:
             translation.set(options[name], value, name)
         elif entry is not None and entry.status == "unsupported":
             translation.refuse(f"{name}={value}", entry.reason)
-        elif entry is None or entry.status in ("same", "unneeded") or entry.name in _PROCESSES:
+        elif entry is None or entry.status in ("same", "unneeded"):
             translation.environ[name] = value
         else:
             translation.omit(name, f"use {entry.options}: {entry.reason}".removesuffix(": "))
@@ -132,34 +130,26 @@ def _ms_swift_batches(translation: Translation, values: dict[str, Any], environ:
 
 def _llama_factory(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Translate LLaMA-Factory's keys in ``values`` that the tables cannot translate, and remove them."""
-    _llama_factory_datasets(translation, values)
+    max_samples = values.pop("max_samples", None)
+    for name, option in (("dataset", "dataset"), ("eval_dataset", "val_dataset")):
+        names = split_list(values.pop(name, None) or [])
+        if names and max_samples is not None:
+            translation.set(option, [f"{each}#first{max_samples}" for each in names], f"{name} and max_samples")
+        elif names:
+            translation.set(option, names, name)
     _llama_factory_media(translation, values)
     if values.get("finetuning_type") == "freeze":
         _freeze(translation, values)
 
 
-def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate LLaMA-Factory's names of datasets, the folder with their ``dataset_info.json``, and ``max_samples``."""
-    folder = str(values.pop("dataset_dir", None) or "data")
-    max_samples = values.pop("max_samples", None)
-    if folder.startswith("REMOTE:"):
-        translation.refuse(f"dataset_dir: {folder}", "download the data set, and give its folder")
-    elif folder != "ONLINE" and (values.get("dataset") or values.get("eval_dataset")):
-        is_default = translation.source.values.get("dataset_dir") is None
-        set_folder = translation.default if is_default else translation.set
-        set_folder("dataset_info", folder, "dataset_dir")
-    amount = "" if max_samples is None else f"#first{max_samples}"
-    for name, option in (("dataset", "dataset"), ("eval_dataset", "val_dataset")):
-        if values.get(name):
-            arguments = [f"{dataset}{amount}" for dataset in split_list(values.pop(name))]
-            translation.set(option, arguments, f"{name} and max_samples" if amount else name)
-
-
 _QWEN_MODELS = re.compile(r"qwen(2|2_5|3)_(vl|omni)|qwen3_[56]")
-_MEDIA_DEFAULTS = {"image": (32 * 32, 768 * 768), "video": (16 * 16, 256 * 256)}
-"""LLaMA-Factory's minimum and maximum pixels of a picture, and of a frame."""
-_LEAST_MIN_PIXELS = 56 * 56  # the lowest minimum of Qwen's processors, for models that are not local
-_OMNI_MIN_FRAME_TOKENS = 128
+# LLaMA-Factory's keys of the pixels of a picture, and of a frame; packtool's options; LLaMA-Factory's defaults.
+_PIXEL_LIMITS = (
+    ("image_min_pixels", "min_pixels", 32 * 32),
+    ("image_max_pixels", "max_pixels", 768 * 768),
+    ("video_min_pixels", "video_min_pixels", 16 * 16),
+    ("video_max_pixels", "video_max_pixels", 256 * 256),
+)
 
 
 def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> None:
@@ -171,35 +161,32 @@ def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> No
     template = str(values.get("template") or translation.source.model_config.get("model_type"))
     if not _QWEN_MODELS.match(template) or not translation.get("dataset"):
         return
-    for kind, prefix in (("image", ""), ("video", "video_")):
-        processor_min, processor_max = _processor_bounds(translation.source.model_directory, kind)
-        if kind == "video" and "omni" in template:
-            token_side = 32 if template.startswith("qwen3") else 28  # of a token's square of pixels
-            processor_min = _OMNI_MIN_FRAME_TOKENS * token_side**2
-        for bound, default in zip(("min", "max"), _MEDIA_DEFAULTS[kind], strict=True):
-            name, option = f"{kind}_{bound}_pixels", f"{prefix}{bound}_pixels"
-            value = values.pop(name, None)
-            requested_pixels = int(translation.number(name, value, default))
-            pixels = min(max(requested_pixels, processor_min), processor_max)
-            if bound == "min" and pixels <= processor_min:  # the processor's own minimum needs no option
-                if value is not None:
-                    translation.omit(name, "the model's processor enlarges to its own minimum, which is larger")
-            elif value is None:
-                translation.default(option, pixels, name)
-            else:
-                translation.set(option, pixels, name)
+    for name, option, default in _PIXEL_LIMITS:
+        low, high = _processor_bounds(translation.source.model_directory, name.split("_")[0], template)
+        value = values.pop(name, None)
+        pixels = min(max(int(translation.number(name, value, default)), low), high)
+        if pixels == low and "min" in name:  # the processor's own minimum needs no option
+            if value is not None:
+                translation.omit(name, "the model's processor enlarges to its own minimum, which is larger")
+        elif value is None:
+            translation.default(option, pixels, name)
+        else:
+            translation.set(option, pixels, name)
     translation.default("fps_min_frames", 2, "an even number of frames")
     if values.get("video_maxlen") is None:
         translation.default("fps_max_frames", 128, "video_maxlen")
 
 
-def _processor_bounds(folder: Path, kind: str) -> tuple[int, int]:
-    """Return the minimum and maximum pixels in the settings of a local model's processor."""
+def _processor_bounds(folder: Path, kind: str, template: str) -> tuple[int, int]:
+    """Return the minimum and maximum pixels of a picture or frame in the settings of a local model's processor."""
     names = ["video_preprocessor_config.json"] * (kind == "video") + ["preprocessor_config.json"]
     path = next((folder / name for name in names if (folder / name).exists()), None)
     settings = load_config_file(str(path)) if path else {}
     size = settings.get("size") or {}
-    low = settings.get("min_pixels") or size.get("shortest_edge") or _LEAST_MIN_PIXELS
+    # The lowest minimum of Qwen's processors is 56 x 56. Omni models read frames of at least 128 tokens.
+    low = settings.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    if kind == "video" and "omni" in template:
+        low = 128 * (32**2 if template.startswith("qwen3") else 28**2)
     return int(low), int(settings.get("max_pixels") or size.get("longest_edge") or 2**31)
 
 
@@ -258,8 +245,7 @@ def _trl_mixture(translation: Translation, datasets: Any) -> None:
     rows = []
     for entry in datasets:
         rows += _trl_rows(entry["path"], entry.get("name") or "", entry.get("split") or "train")
-        other_keys = sorted(set(entry) - {"path", "name", "split"})
-        translation.translate_object("datasets", {key: entry[key] for key in other_keys})
+        translation.translate_object("datasets", entry)
     if rows:
         translation.set("dataset", rows, "datasets")
 
