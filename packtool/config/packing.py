@@ -148,22 +148,18 @@ class ParallelOptions(Settings):
 
     def _exchange_problems(self) -> list[str]:
         """Return a message if Ulysses ranks times ring ranks are not all ranks, or do not match the exchange."""
-        num_ranks = self.sequence_parallel_ranks
-        exchange = self.sequence_parallel_type
+        num_ranks, exchange = self.sequence_parallel_ranks, self.sequence_parallel_type
         ulysses, ring = self.ulysses_size, self.ring_size
         given_sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
         sizes_text = " and ".join(f"{name} {size}" for name, size in given_sizes.items() if size is not None)
-        if ulysses is not None and ring is not None:
-            sizes_match = num_ranks == ulysses * ring
-        else:
-            sizes_match = num_ranks % (ulysses or ring or 1) == 0
-        if not sizes_match:
+        # With one of the sizes, the other follows from the number of ranks.
+        num_divided = ulysses * ring if ulysses and ring else num_ranks - num_ranks % (ulysses or ring or 1)
+        if num_divided != num_ranks:
             return [f"--sequence-parallel-size {num_ranks} does not match {sizes_text}: leave one of them out"]
-        has_ring = (ring is not None and ring > 1) or (ulysses is not None and ulysses < num_ranks)
-        if exchange == "ulysses" and has_ring:
+        ring_ranks = ring or (num_ranks // ulysses if ulysses else 1)
+        if exchange == "ulysses" and ring_ranks > 1:
             return [f"--sequence-parallel-type ulysses has no ring: leave out {sizes_text}"]
-        all_ranks_are_ulysses = num_ranks > 1 and ulysses == num_ranks
-        if exchange in ("ring", "allgather") and all_ranks_are_ulysses:
+        if exchange in ("ring", "allgather") and num_ranks > 1 and ulysses == num_ranks:
             problem = f"with {sizes_text} there is no ring; leave one of them out"
             return [f"--sequence-parallel-type {exchange}: {problem}"]
         return []

@@ -413,25 +413,21 @@ def bound_problems(options: object) -> list[str]:
 
 def _convert(raw: Any, declared: Any) -> Any:
     """Convert a YAML value, or a text from the command line or environment, to a declared type; else ValueError."""
-    annotations = annotations_of(declared)
+    annotations = annotations_of(declared)  # ``Synonyms``, or a function that parses the values, such as ``num_tokens``
     plain_type = declared.__origin__ if annotations else declared
     generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``Mapping``; None for ``int``, ``str``, ...
     if generic is Literal:
         return _check_choice(_without_synonyms(_as_text(raw), annotations), typing.get_args(plain_type))
     if generic is tuple:
-        items = raw if isinstance(raw, (list, tuple)) else [raw]
-        return tuple(_as_text(item) for item in items)
+        return tuple(map(_as_text, raw if isinstance(raw, (list, tuple)) else [raw]))
     if generic is not None:  # a mapping
         return _to_mapping(raw)
     if plain_type is str:
         return _without_synonyms(_as_text(raw), annotations)
-    for parse in (recomputed_layers, steps_or_fraction):
-        if parse in annotations:
-            return parse(raw)
-    if plain_type is bool:
-        return _to_bool(raw)
-    parse_suffix = next((annotation for annotation in annotations if annotation in _UNITS), None)
-    return _to_number(raw, plain_type, parse_suffix)
+    parse = next((annotation for annotation in annotations if callable(annotation)), None)
+    if parse in (recomputed_layers, steps_or_fraction):  # which parse all values, the others only those with a unit
+        return parse(raw)
+    return _to_bool(raw) if plain_type is bool else _to_number(raw, plain_type, parse)
 
 
 def _without_synonyms(text: str, annotations: Sequence[Any]) -> str:

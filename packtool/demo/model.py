@@ -7,16 +7,15 @@ that fit small pictures. ``AutoProcessor`` and ``AutoModelForImageTextToText`` l
 
 from __future__ import annotations
 
-import json
 import random
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from packtool.config.settings import load_json
 from packtool.demo.dataset import sentences
 from packtool.train.model.load import quiet_transformers
 
@@ -41,12 +40,11 @@ PLAIN_ADDED_TOKENS = (
 )
 """Tokens that are added but not special: they are decoded even where special tokens are skipped."""
 
-MIN_PIXELS = 64 * 64
-MAX_PIXELS = 112 * 112
-"""Limits of an image, 4 to 12 tokens of 32 x 32 pixels; larger images are shrunk."""
-
-INITIALIZER_RANGE = 0.05
-"""Standard deviation of the weights; the usual 0.02, for wider models, would delay the first progress by 40 steps."""
+_FILES = resources.files("packtool.demo")
+_SETTINGS = (
+    *("chat_template.jinja", "tokenizer_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+)
+"""Files of the model's directory; larger images are shrunk to 12 tokens of 32 x 32 pixels, 4 tokens is the minimum."""
 
 
 def make_model(directory: str, seed: int) -> int:
@@ -58,7 +56,8 @@ def make_model(directory: str, seed: int) -> int:
     root.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
     tokenizer.save(str(root / "tokenizer.json"))
-    _write_settings(root)
+    for name in _SETTINGS:
+        (root / name).write_bytes(_FILES.joinpath(name).read_bytes())
     config = _model_config(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,88 +91,23 @@ def _train_tokenizer() -> Tokenizer:
 
 
 def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    """Return the configuration of a small Qwen3-VL: three text layers, and a vision tower of two layers."""
-    width = 192
+    """Return the configuration of a small Qwen3-VL: three text layers, and a vision tower of two layers.
+
+    The standard deviation of its weights is 0.05; the usual 0.02, for wider models, would delay the first progress by
+    40 steps.
+    """
     token_id = tokenizer.get_vocab()
-    text = {
+    architecture = load_json(_FILES.joinpath("architecture.json").read_bytes())
+    architecture["text_config"] |= {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": width,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [8, 4, 4],
-            "mrope_interleaved": True,
-        },
         "bos_token_id": token_id["<|endoftext|>"],
         "eos_token_id": token_id["<|im_end|>"],
         "pad_token_id": token_id["<|endoftext|>"],
-        "tie_word_embeddings": True,
-        "initializer_range": INITIALIZER_RANGE,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": width,
-        "intermediate_size": 512,
-        "num_heads": 6,
-        "out_hidden_size": width,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": INITIALIZER_RANGE,
     }
     return Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
+        **architecture,
         image_token_id=token_id["<|image_pad|>"],
         video_token_id=token_id["<|video_pad|>"],
         vision_start_token_id=token_id["<|vision_start|>"],
         vision_end_token_id=token_id["<|vision_end|>"],
-        tie_word_embeddings=True,
-        dtype="float32",
     )
-
-
-def _write_settings(root: Path) -> None:
-    """Write the chat template, and the settings of the tokenizer, image processor and video processor."""
-    settings: dict[str, dict[str, Any]] = {
-        "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "additional_special_tokens": list(CONTROL_TOKENS[1:]),
-            "bos_token": None,
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "unk_token": None,
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            "errors": "replace",
-            "model_max_length": 8192,
-            "split_special_tokens": False,
-        }
-    }
-    for kind, file, class_name, max_pixels in (
-        ("image", "preprocessor_config.json", "Qwen2VLImageProcessorFast", MAX_PIXELS),
-        ("video", "video_preprocessor_config.json", "Qwen3VLVideoProcessor", 16 * MAX_PIXELS),  # of all frames
-    ):
-        settings[file] = {
-            f"{kind}_processor_type": class_name,
-            "processor_class": "Qwen3VLProcessor",
-            "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},  # numbers of pixels, despite their names
-            "patch_size": 16,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-        }
-    for file, values in settings.items():
-        (root / file).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    template = resources.files("packtool.demo").joinpath("chat_template.jinja").read_text(encoding="utf-8")
-    (root / "chat_template.jinja").write_text(template, encoding="utf-8")
