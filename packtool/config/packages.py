@@ -44,7 +44,7 @@ class PackageOptions:
         messages = []
         for name, pattern, module, subject, package in _NEEDS:
             value = getattr(self, name, None)
-            is_needed = re.fullmatch(pattern, value or "") if pattern else value
+            is_needed = re.fullmatch(pattern, value or "") if pattern else value not in (None, False)
             if is_needed and not _is_installed(module):
                 text = str(value).lower() if isinstance(value, bool) else value
                 messages.append(f"{flag(name)} {text}: {subject} not installed: pip install {package}")

@@ -13,6 +13,7 @@ from packtool.errors import did_you_mean
 StrategyName = Literal[
     "padded", "packed", "packed-balanced", "context-parallel", "sorted", "packed-shared", "wlb", "dynamic-cp", "skrull"
 ]
+DistributionName = Literal["wikipedia", "lmsys", "chatqa2"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 BASELINE: StrategyName = "packed-shared"
 """Strategy that speed-ups refer to if it is simulated: packs shared by groups, as most frameworks train them."""
@@ -41,7 +42,7 @@ class SimulateConfig(StrategyOptions):
 
     cached_dataset: tuple[str, ...] = option((), "Use the sample lengths of these caches.", path=True)
     lengths: str | None = option(None, "Use the sample lengths (tokens) in this .npy, .json or .txt file.", path=True)
-    distribution: Literal["wikipedia", "lmsys", "chatqa2"] | None = option(
+    distribution: DistributionName | None = option(
         None, "Draw sample lengths as in Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
     )
     max_length: Tokens | None = option(

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json, part_of
-from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
+from packtool.config.simulate import BASELINE, DistributionName, SimulateConfig, StrategyName
 from packtool.errors import ConfigError, DataError
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes
 from packtool.planning.pack_plan import IntArray
@@ -33,7 +33,6 @@ from packtool.simulate.hardware import read_hardware
 from packtool.simulate.machine import Machine, SimulatedSchedule, Timing, can_share_heads
 from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, schedule
 
-DistributionName = Literal["wikipedia", "lmsys", "chatqa2"]
 SHORTEST = 64
 DOMINATED_BALANCE = 1.2
 """A step is dominated by one sequence if its work divided by the mean work of a group is at least this."""
@@ -51,8 +50,6 @@ POINTS: dict[DistributionName, tuple[tuple[float, int], ...]] = {
     "chatqa2": _points(99, 0.2192, 0.3148, 0.4043, 0.9986),
 }
 """(share of samples below, tokens) of Wikipedia, LMSYS-Chat-1M and ChatQA2-Long-SFT."""
-
-assert set(POINTS) == set(get_args(DistributionName))
 
 
 def quantiles(name: DistributionName, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

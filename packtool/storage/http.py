@@ -145,7 +145,8 @@ class HttpStore:
         try:
             return open_ranges(path, fetch, first_block)
         except _NoRanges:
-            return result_of(path, "reading", self._download(path, bounds))
+            download = with_retries(partial(self._download, path, bounds), num_bytes=_UNLIMITED, retries=retries)
+            return result_of(path, "reading", download)
 
     async def _read_range(self, path: str, begin: int, stop: int, bounds: Bounds | None) -> Range:
         """Request the bytes [begin, stop) of a file; raise _NoRanges if the server sends all of it."""
@@ -161,12 +162,7 @@ class HttpStore:
             return Range(data, size, _tag(response))
 
     async def _download(self, path: str, bounds: Bounds | None) -> BinaryIO:
-        """Return a temporary file with the content; it is in memory up to 16 MiB."""
-        retries = bounds.retries if bounds else None
-        return await with_retries(partial(self._copy, path, bounds), num_bytes=_UNLIMITED, retries=retries)
-
-    async def _copy(self, path: str, bounds: Bounds | None) -> BinaryIO:
-        """Request a file, and write it to a temporary file."""
+        """Request a file, and return a temporary file with its content, which is in memory up to 16 MiB."""
         copy = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
         try:
             async with await self._get(path, None, bounds) as response:

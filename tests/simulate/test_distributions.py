@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packtool.config.simulate import DistributionName
 from packtool.errors import DataError
-from packtool.simulate.run import POINTS, DistributionName, draw_lengths, quantiles, read_lengths
+from packtool.simulate.run import POINTS, draw_lengths, quantiles, read_lengths
 
 
 @pytest.mark.parametrize("name", POINTS)
