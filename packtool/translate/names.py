@@ -26,13 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib import resources
 from typing import Any
 
 from packtool.config.compat_names import (
@@ -47,7 +45,7 @@ from packtool.config.data import ExportConfig
 from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, parse_yaml, value_type
 from packtool.config.train import TrainConfig
 from packtool.errors import did_you_mean
-from packtool.translate.read import ForeignConfig
+from packtool.translate.read import ForeignConfig, read_table
 
 _DISABLED = ("", "none", "null", "[]", "{}", "0.0", *FALSE_WORDS)
 _FIELDS = {each.name: (each, cls) for cls in (ExportConfig, TrainConfig) for each in dataclasses.fields(cls)}
@@ -139,14 +137,15 @@ class Translation:
 
         A rule for this value (``values.tsv``) takes precedence over the entry for the key (``compat_names.tsv``).
         """
-        if value is None:
+        has_no_value = value is None or (self.source.is_record and value in ([], {}, ""))
+        if has_no_value:
             return
         rule = self._find_rule(name, as_text(value).lower())
         entry = _find_entry(self.source.tool, name, self.source.command)
+        if rule is None and entry is not None:
+            rule = self._rule_of_entry(entry, name, value)
         if rule is not None:
             self._apply_rule(*rule, name, value)
-        elif entry is not None:
-            self._apply_entry(entry, name, value)
         elif self.source.is_record:  # which also has values that ms-swift computes
             self.omit(name, "a derived value")
         else:
@@ -155,7 +154,7 @@ class Translation:
 
     def _find_rule(self, name: str, value: str) -> tuple[str, str] | None:
         """Return (effect, text) of the first line of ``values.tsv`` that matches a key."""
-        for tool, names, values, condition, effect, text in _table("values.tsv"):
+        for tool, names, values, condition, effect, text in read_table("values.tsv"):
             is_of_key = tool in ("*", self.source.tool) and _matches(name, names)
             if is_of_key and _matches(value, values) and self._holds(condition):
                 return effect, text
@@ -182,74 +181,61 @@ class Translation:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
+    def _rule_of_entry(self, entry: CompatName, name: str, value: Any) -> tuple[str, str]:
+        """Return an entry of ``compat_names.tsv`` as a rule (effect, text) of ``values.tsv`` for this value."""
+        is_off = as_text(value).strip().lower() in _DISABLED
+        if entry.status == "same":
+            return "set", f"{_OPTIONS[name]}={{}}"
+        if entry.status == "unneeded":
+            return "omit", entry.reason
+        if entry.status == "set":
+            return ("used", "") if self.source.is_record else ("set", f"training.{name}={{}}")
+        if entry.status == "unsupported":
+            is_ignored = self.source.is_record and name not in _CHANGES_TRAINING
+            return ("used", "") if is_off or is_ignored else ("stop", f"not supported: {entry.reason}")
+        if is_off and entry.selects_a_value:
+            return "used", ""
+        if "{per_epoch}" in entry.options:
+            return self._interval_rule(name, value)
+        # Each option may be followed by a word with its value, or by "and".
+        options = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", in_our_unit(entry.options, as_text(value)))
+        if not options:
+            return "stop", f"use {entry.options} instead; {entry.reason}"
+        return "set", " ".join(f"{option.replace('-', '_')}={word or '{}'}" for option, word in options)
+
+    def _interval_rule(self, name: str, value: Any) -> tuple[str, str]:
+        """Return the rule for a number of evaluations or checkpoints per epoch: their interval as part of the run."""
+        option = "eval" if name.startswith("eval") else "save"
+        num_epochs = self.number("num_epochs", self.source.values.get("num_epochs"), 1) or 1
+        num_times = self.number(name, value, 0) * num_epochs
+        if num_times > 1:
+            return "set", f"{option}_steps={1 / num_times}"
+        return ("set", f"{option}_strategy=epoch") if num_times else ("used", "")
+
     def _apply_rule(self, effect: str, text: str, name: str, value: Any) -> None:
-        """Translate a key by a rule of ``values.tsv``."""
+        """Translate a key by a rule (effect, text) of ``values.tsv``."""
         text = text.replace("{name}", name)
         for placeholder, key, default in re.findall(r"(\{(.+?)\|(.*?)\})", text):
             text = text.replace(placeholder, ",".join(split_list(self._value_of(key) or default)))
         if effect == "set":
             for assignment in text.split(" "):
-                option, _, new_value = assignment.partition("=")
-                self.set(option, _convert(option, value if new_value == "{}" else new_value), name)
+                option, _, text_value = assignment.partition("=")
+                new_value = value if text_value == "{}" else text_value.replace("{}", as_text(value))
+                self.set(option, _convert(option, new_value), name)
         elif effect == "omit":
             self.omit(name, text)
         elif effect == "stop":
             self.refuse(f"{name}: {as_text(value)}", text)
 
-    def _apply_entry(self, entry: CompatName, name: str, value: Any) -> None:
-        """Translate a key by its entry in ``compat_names.tsv``."""
-        is_off = as_text(value).strip().lower() in _DISABLED
-        if entry.status == "same":
-            self.set(_OPTIONS[name], _convert(_OPTIONS[name], value), name)
-        elif entry.status == "unneeded":
-            self.omit(name, entry.reason)
-        elif entry.status == "set":
-            if not self.source.is_record:
-                self.set(f"training.{name}", value, name)
-        elif entry.status == "unsupported":
-            is_ignored = self.source.is_record and name not in _CHANGES_TRAINING
-            if not is_off and not is_ignored:
-                self.refuse(f"{name}: {as_text(value)}", f"not supported: {entry.reason}")
-        else:
-            self._set_entry_options(entry, name, value, is_off)
-
-    def _set_entry_options(self, entry: CompatName, name: str, value: Any, is_off: bool) -> None:
-        """Set packtool's options for a key with this value, as the text ``entry.options`` says.
-
-        Each option in the text may be followed by a word with its value; without one, it takes the key's value. A key
-        that ``is_off`` selects no value.
-        """
-        options = in_our_unit(entry.options, as_text(value))
-        options_with_words = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", options)  # "and" connects options
-        if not options_with_words:
-            self.refuse(name, f"use {entry.options} instead; {entry.reason}")
-        for dashed_option, word in options_with_words:
-            option = dashed_option.replace("-", "_")
-            if "{per_epoch}" in entry.options:
-                self._set_interval(option, name, value)
-            elif word.endswith("=NAME"):
-                self.set(option, [f"{word.removesuffix('NAME')}{value}"], name)
-            elif not (word and is_off and entry.selects_a_value):
-                self.set(option, _convert(option, word or value), name)
-
-    def _set_interval(self, option: str, name: str, value: Any) -> None:
-        """Set ``eval_steps`` or ``save_steps`` to a fraction of the run, for a number of times per epoch."""
-        num_epochs = self.number("num_epochs", self.source.values.get("num_epochs"), 1) or 1
-        num_times = self.number(name, value, 0) * num_epochs
-        if num_times > 1:
-            self.set(option, 1 / num_times, name)
-        elif num_times:
-            self.set(option.replace("_steps", "_strategy"), "epoch", name)
-
     def add_defaults(self) -> None:
         """Add the tool's defaults from ``defaults.tsv`` whose condition holds, in the order of the table."""
-        for tool, option, text, condition, origin in _table("defaults.tsv"):
+        for tool, option, text, condition, origin in read_table("defaults.tsv"):
             if tool == self.source.tool and self._holds(condition):
                 self.default(option, parse_yaml(text), origin)
 
     def remove_conflicts(self) -> None:
         """Remove options that other options make unnecessary or impossible (tool ``packtool`` in ``values.tsv``)."""
-        for tool, option, values, condition, _, reason in _table("values.tsv"):
+        for tool, option, values, condition, _, reason in read_table("values.tsv"):
             is_set = tool == "packtool" and option in self.values
             if is_set and _matches(as_text(self.values[option]).lower(), values) and self._holds(condition):
                 self.remove(option, reason)
@@ -304,6 +290,8 @@ def _convert(option: str, value: Any) -> Any:
         return ["attn", "mlp"] if names == ["all"] else names  # linear layers in transformers' names, without the head
     if option == "trainable_parameters_regex":
         return "|".join(split_list(value))
+    if option == "columns":
+        return [value]
     if option in ("fsdp", "target_modules", "target_parameters", "modules_to_save", "adapters", "report_to"):
         return split_list(value)
     if option not in _FIELDS or not isinstance(value, str):
@@ -319,9 +307,3 @@ def _find_entry(tool: str, name: str, command: str) -> CompatName | None:
     entries = [entry for entry in compat_entries(name) if entry.command in (EVERY_COMMAND, command)]
     entries_by_owner = [entry for owner in (tool, TRANSFORMERS) for entry in entries if entry.tool == owner]
     return next((entry for entry in entries_by_owner if not entry.is_variable), None)
-
-
-@functools.cache
-def _table(name: str) -> tuple[tuple[str, ...], ...]:
-    text = resources.files("packtool.translate").joinpath(name).read_text(encoding="utf-8")
-    return tuple(tuple(line.split("\t")) for line in text.splitlines() if line and not line.startswith("#"))

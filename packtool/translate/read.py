@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -165,25 +166,6 @@ def _keys_of_single_tools(tools_by_key: Mapping[str, set[str]]) -> dict[str, lis
     return keys_by_tool
 
 
-# Words of commands that can be translated, with * and ?; the tool, and packtool's command.
-_COMMANDS = (
-    ("*swift sft", "ms-swift", "train"),
-    ("*swift pt", "ms-swift", "train"),
-    ("*swift export", "ms-swift", "export"),
-    ("*swift/cli/sft.py", "ms-swift", "train"),
-    ("*llamafactory-cli train", "LLaMA-Factory", "train"),
-    ("llamafactory.cli train", "LLaMA-Factory", "train"),
-    ("train.py", "LLaMA-Factory", "train"),
-    ("*/train.py", "LLaMA-Factory", "train"),
-    ("*axolotl train", "axolotl", "train"),
-    ("*axolotl preprocess", "axolotl", "export"),
-    ("axolotl.cli.train", "axolotl", "train"),
-    ("axolotl.cli.preprocess", "axolotl", "export"),
-    ("*trl sft", "TRL", "train"),
-    ("trl.scripts.sft", "TRL", "train"),
-    ("sft*.py", "TRL", "train"),
-    ("*/sft*.py", "TRL", "train"),
-)
 _PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "num_gpus")
 
 
@@ -201,13 +183,13 @@ def read_command(words: Sequence[str]) -> ForeignConfig:
 
 
 def _split_command(words: Sequence[str]) -> tuple[Sequence[str], str, str, Sequence[str]]:
-    """Return the words up to a command of ``_COMMANDS``, its tool, packtool's command, and the words after it."""
+    """Return the words up to a command of ``commands.tsv``, its tool, packtool's command, and the words after it."""
     for position in range(len(words)):
-        for patterns, tool, command in _COMMANDS:
+        for patterns, tool, command in read_table("commands.tsv"):
             end = position + len(patterns.split())
             if fnmatchcase(" ".join(words[position:end]), patterns):
                 return words[:end], tool, command, words[end:]
-    known = ", ".join(patterns.strip("*") for patterns, _, _ in _COMMANDS if " " in patterns)
+    known = ", ".join(patterns.strip("*") for patterns, _, _ in read_table("commands.tsv") if " " in patterns)
     raise ConfigError(
         f"{shlex.join(words[:2]) or 'the command line'}: not one of the commands that can be translated: {known}",
         "Give it as in: packtool translate -- swift sft --model DIR --dataset rows.jsonl",
@@ -261,3 +243,10 @@ def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
     for path in paths:
         in_files |= load_config_file(path)
     return {**in_files, **values}
+
+
+@functools.cache
+def read_table(name: str) -> tuple[tuple[str, ...], ...]:
+    """Return the lines of a table of this package, without comments."""
+    text = resources.files("packtool.translate").joinpath(name).read_text(encoding="utf-8")
+    return tuple(tuple(line.split("\t")) for line in text.splitlines() if line and not line.startswith("#"))

@@ -54,9 +54,9 @@ def _add_computed_defaults(translation: Translation) -> None:
     trains_everything = "all" in scale.split("+")
     trains_newlines = translation.source.tool in ("ms-swift", "LLaMA-Factory") and not translation.get("cached_dataset")
     if trains_newlines and not trains_everything:
+        scale_origin = translation.origins.get("loss_scale")
+        origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
         translation.values.pop("loss_scale", None)
-        origins = [translation.origins[option] for option in ("loss_scale",) if option in translation.origins]
-        origin = " and ".join([*origins, "newlines after answers"])
         translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
 
 
@@ -80,9 +80,6 @@ def _translate_variables(translation: Translation) -> None:
 
 def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Translate ms-swift's keys in ``values`` that the tables cannot translate, and remove them."""
-    if translation.source.is_record:  # ms-swift's args.json, which also has arguments without a value
-        for name in [name for name, value in values.items() if value in (None, [], {}, "")]:
-            del values[name]
     if translation.source.command == "export" and not is_true(values.get("to_cached_dataset")):
         raise ConfigError(
             "swift export without --to_cached_dataset true writes no cache",

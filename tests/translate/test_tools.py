@@ -14,8 +14,8 @@ from packtool.config.data import ExportConfig
 from packtool.config.settings import parse_yaml, resolve
 from packtool.config.train import TrainConfig
 from packtool.rows.forms.segments import PROMPT_FORMATS
-from packtool.translate.names import _FIELDS, Translation, _convert, _table, as_text
-from packtool.translate.read import TOOLS, ForeignConfig, read_command
+from packtool.translate.names import _FIELDS, Translation, _convert, as_text
+from packtool.translate.read import TOOLS, ForeignConfig, read_command, read_table
 from packtool.translate.tools import translate
 
 pytestmark = pytest.mark.smoke
@@ -299,7 +299,7 @@ def test_an_export_of_a_training_file_needs_its_own_directory() -> None:
 
 
 def test_tables_name_options_and_tools_that_exist() -> None:
-    for tool, option, text, condition, source in _table("defaults.tsv"):
+    for tool, option, text, condition, source in read_table("defaults.tsv"):
         assert tool in TOOLS.values()
         assert source
         each, cls = _FIELDS[option]
@@ -308,7 +308,7 @@ def test_tables_name_options_and_tools_that_exist() -> None:
         assert_conditions(condition)
         if condition == "-":
             assert vars(resolve(cls, {}, file={"model": "m", "dataset": "a", "output_dir": "o", option: value}))
-    for tool, names, values, condition, effect, text in _table("values.tsv"):
+    for tool, names, values, condition, effect, text in read_table("values.tsv"):
         assert tool in ("*", "packtool", *TOOLS.values())
         assert names, values
         assert_conditions(condition)
