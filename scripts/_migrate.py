@@ -107,6 +107,17 @@ class Result:
     reason: str
 
 
+def _add_experts(config: Path) -> None:
+    """Change the configuration of a small Qwen3-VL to that of a Qwen3-VL with four experts per layer."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    settings["model_type"] = "qwen3_vl_moe"
+    settings["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
+    settings["vision_config"]["model_type"] = "qwen3_vl_moe"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    settings["text_config"] |= {"model_type": "qwen3_vl_moe_text", "mlp_only_layers": [], **experts}
+    config.write_text(json.dumps(settings), encoding="utf-8")
+
+
 class World:
     """Small models and rows that replace those of examples, made when they are first needed."""
 
@@ -138,10 +149,13 @@ class World:
         """Return a small model of the type of the checkpoint ``name``; its layers have ``layer_inputs`` if not 0."""
         model_type = self.model_type(name)
         if self.is_multimodal(name):
-            folder = self.root / f"picture{'-mistral' * (model_type == 'mistral3')}"
+            has_experts = model_type == "gemma4" and re.search(r"a\d+b", name, re.IGNORECASE) is not None
+            folder = self.root / f"picture{'-mistral' * (model_type == 'mistral3')}{'-experts' * has_experts}"
             if not folder.exists():
                 shutil.copytree(self.root / "picture", folder)
                 self._add_tekken(folder)
+                if has_experts:
+                    _add_experts(folder / "config.json")
             return folder
         method = "bnb" if "bnb" in name.lower() else "gptq" if _QUANTIZED.search(name) else ""
         folder = self.root / "-".join(filter(None, (model_type, method, str(layer_inputs or ""))))
