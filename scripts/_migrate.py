@@ -69,7 +69,7 @@ Each configuration is translated with `packtool translate`, then passed to `pack
 --dry-run --hardware h100`. No weights are loaded. Only the paths of models and data are replaced:
 
 - A small random model of the same type replaces the model. For all models with pictures, it is a small Qwen3-VL with
-  the module names of the original.
+  the module names of the original, with experts for Gemma 4 26B-A4B.
 - Rows in the format that the example names replace the data.
 
 Settings that distribute a model are planned for eight processes. Optional packages that the examples use (DeepSpeed,

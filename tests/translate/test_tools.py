@@ -611,7 +611,7 @@ def test_settings_that_do_not_change_training(tool: str, values: dict[str, Any])
     ("values", "problem"),
     [
         ({"eval_causal_lm_metrics": ["perplexity", "chrf"]}, "generates no text"),
-        ({"dataset_exact_deduplication": True}, "duplicate rows are not removed"),
+        ({"dataset_exact_deduplication": True}, "--on-duplicates drop removes them"),
         ({"plugins": ["some.OtherPlugin"]}, "no plugins"),
         ({"nvfp4_merge_aware": True}, "packtool does not quantize to NVFP4"),
     ],
