@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from _picture import COLOURS as BY_NAME
 from _picture import Word, svg_picture
 
 from packtool.config.packing import PackOptions
 from packtool.planning.packing import pack
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
-from packtool.report.drawing import PAGE_COLOURS, Box
+from packtool.report.drawing import Box
 
-COLOURS = [PAGE_COLOURS[f"c{number}"][0] for number in range(5)]
-EMPTY, INK, PAPER = (PAGE_COLOURS[name][0] for name in ("line", "ink", "panel"))
+COLOURS = [BY_NAME[f"c{number}"] for number in range(5)]
+EMPTY, INK, PAPER = (BY_NAME[name] for name in ("line", "ink", "panel"))
 LENGTHS = (900, 620, 410, 380, 300, 280, 240, 180, 150, 120, 90, 60)
 CAPACITY = 1000
 

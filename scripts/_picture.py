@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.resources import files
 
 from markupsafe import Markup
 
-from packtool.report.drawing import PAGE_COLOURS, Box, Path
+from packtool.report.drawing import Box, Path
+
+_PAGE_STYLE = files("packtool.report").joinpath("templates/page.css").read_text(encoding="utf-8")
+COLOURS = dict(re.findall(r"--(\w+):(#\w+)", _PAGE_STYLE.split("@media", 1)[0]))
+"""Colors of packtool's pages in light mode, by name."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ def svg_picture(width: int, height: int, label: str, shapes: Iterable[Box | Path
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" height="{1}" '
         'font-family="system-ui, sans-serif" role="img" aria-label="{2}">'
     )
-    card = Markup('<rect width="{}" height="{}" rx="8" fill="{}"/>').format(width, height, PAGE_COLOURS["panel"][0])
+    card = Markup('<rect width="{}" height="{}" rx="8" fill="{}"/>').format(width, height, COLOURS["panel"])
     lines = [head.format(width, height, label), card, *map(_element, shapes), "</svg>"]
     return "\n".join(lines) + "\n"
 
