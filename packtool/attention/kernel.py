@@ -160,6 +160,31 @@ def reveal_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name != _HIDDEN_NAME} | opaque.arguments
 
 
+def add_up_rows(index: Tensor, num_rows: int, *tensors: Tensor) -> list[Tensor]:
+    """Add up rows that belong to the same row of another tensor, such as the gradients of a gathered tensor.
+
+    Rows are added in float32 (float64 for float64), in the order in which the index has them. So sums in bfloat16 are
+    rounded once, and two runs on a GPU are bit-identical, which they are not with ``index_add``. Cost: sorting the
+    index, and a float32 copy of one tensor at a time.
+
+    Args:
+        index: int64 (T',), the row to which each row of ``tensors``, (T', ...), is added.
+
+    Returns:
+        (num_rows, ...) of each of ``tensors``, in its type.
+    """
+    by_row = torch.argsort(index, stable=True)  # rows of one sum keep their order
+    counts = torch.zeros(num_rows, dtype=torch.int64, device=index.device)
+    counts.index_add_(0, index, torch.ones_like(index))
+    sums = []
+    for tensor in tensors:
+        addends = tensor.index_select(0, by_row).to(torch.promote_types(tensor.dtype, torch.float32))
+        # Without ``unsafe`` it would wait for the GPU to check the lengths.
+        total = torch.segment_reduce(addends, "sum", lengths=counts, axis=0, unsafe=True)
+        sums.append(total.to(tensor.dtype))
+    return sums
+
+
 class Kernel(abc.ABC):
     """Attention computed separately for every document.
 

@@ -117,7 +117,7 @@ def _isolated_forward(
         return _run_shard(layer, hidden_states, shard, parallel, run)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     if (parents := kwargs.get("document_parents")) is not None:
-        return _run_trees(layer, hidden_states, varlen.host_lengths(), parents, run)
+        run = _run_of_trees(layer, hidden_states, parents, run)
     return run(_class_forward(layer), hidden_states, varlen)
 
 
@@ -152,26 +152,46 @@ class _PrefixState:
         self._state = state
 
 
+def _run_of_trees(layer: nn.Module, like: Tensor, parents: Sequence[int], run: RunIsolated) -> RunIsolated:
+    """Return a ``run`` for documents with these parents, in which they continue each other's states if a layer can."""
+    continues_states = _try_once(_continues_states, layer, like)
+    return partial(_run_trees, parents=parents, run=run, continues_states=continues_states)
+
+
 def _run_trees(
-    layer: nn.Module, hidden_states: Tensor, lengths: Sequence[int], parents: Sequence[int], run: RunIsolated
+    forward: _Forward,
+    hidden_states: Tensor,
+    varlen: Varlen,
+    *,
+    parents: Sequence[int],
+    run: RunIsolated,
+    continues_states: bool,
 ) -> Tensor:
-    """Run a layer on documents (1, T, hidden), each of which continues its parent, an earlier one, or is a ``ROOT``."""
-    forward = _class_forward(layer)
+    """Run a layer on documents (1, T, hidden), each of which continues its parent, an earlier one, or is a ``ROOT``.
+
+    Args:
+        run: calls ``forward`` on documents that continue no other.
+        continues_states: whether ``forward`` can begin with the state in which another document left it.
+    """
+    lengths = varlen.host_lengths()
     paths: list[list[Tensor]] = []  # of each document, the tokens of all documents from the root down to it
     for (start, stop), parent in zip(pairwise(accumulate(lengths, initial=0)), parents, strict=True):
         tokens = hidden_states[:, start:stop]
         paths.append([tokens] if parent == ROOT else [*paths[parent], tokens])
-    outs: dict[int, Tensor] = {}
-    if _try_once(_continues_states, layer, hidden_states):
-        outs = _run_from_states(forward, paths, parents)
+    outs = _run_from_states(forward, paths, parents) if continues_states else {}
     # All other documents do not depend on each other.
-    others = {number: torch.cat(paths[number], dim=1) for number in range(len(lengths)) if number not in outs}
+    others = [number for number in range(len(lengths)) if number not in outs]
     if others:
-        varlen = Varlen.of_lengths([tokens.shape[1] for tokens in others.values()], hidden_states.device)
-        out = run(forward, torch.cat(list(others.values()), dim=1), varlen)
-        for number, document in zip(others, varlen.documents(out.shape[1]), strict=True):
-            outs[number] = out[:, document][:, -lengths[number] :]
-    return torch.cat([outs[number] for number in range(len(lengths))], dim=1)
+        complete = [torch.cat(paths[number], dim=1) for number in others]
+        outs |= dict(zip(others, _run_complete(forward, complete, run), strict=True))
+    return torch.cat([outs[number][:, -length:] for number, length in enumerate(lengths)], dim=1)
+
+
+def _run_complete(forward: _Forward, documents: Sequence[Tensor], run: RunIsolated) -> list[Tensor]:
+    """Run a layer on documents, (1, L, hidden) each, in one packed call; return their outputs."""
+    varlen = Varlen.of_lengths([tokens.shape[1] for tokens in documents], documents[0].device)
+    out = run(forward, torch.cat(list(documents), dim=1), varlen)
+    return [out[:, document] for document in varlen.documents(out.shape[1])]
 
 
 def _run_from_states(forward: _Forward, paths: Sequence[Sequence[Tensor]], parents: Sequence[int]) -> dict[int, Tensor]:
@@ -186,7 +206,7 @@ def _run_from_states(forward: _Forward, paths: Sequence[Sequence[Tensor]], paren
             # A single token that continues a state would take a kernel for generation, which may have no gradient.
             tokens, before = torch.cat(list(path), dim=1), None
         states[number] = _PrefixState(before)
-        outs[number] = forward(tokens, cache_params=states[number])[:, -path[-1].shape[1] :]
+        outs[number] = forward(tokens, cache_params=states[number])
     return outs
 
 
@@ -200,6 +220,8 @@ def _run_shard(
         local_varlen = Varlen.of_lengths(shard.local_lengths, hidden_states.device)
         outs.append(run(_class_forward(layer), hidden_states[:, : shard.num_local], local_varlen))
     if shard.sharded_lengths:
+        if shard.parents:
+            run = _run_of_trees(layer, hidden_states, shard.parents, run)
         outs.append(run_sharded(layer, hidden_states[:, shard.num_local :], shard, parallel.of(shard.split), run))
     return torch.cat(outs, dim=1)
 

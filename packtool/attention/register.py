@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.features import original_features, set_feature_ranks, towers_of_media
-from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
+from packtool.attention.kernel import LeakError, Varlen, add_up_rows, refuse_leaks, reveal_boundaries
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_unshareable_sequences
 from packtool.attention.parallel.blocks import choose_blocks
@@ -240,11 +240,7 @@ def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend:
 class GatherTokens(torch.autograd.Function):
     """Gather tokens that several documents use, such as the keys and values of a shared prefix.
 
-    The backward pass adds up each token's gradients in float32 (float64 for float64), in the order in which the token
-    occurs in the index. So gradients in bfloat16 are rounded once, however many documents use a token, and two runs on
-    a GPU are bit-identical, which they are not with the atomic additions of ``index_select``'s own backward pass.
-
-    Cost of a backward pass: sorting the index, and a float32 copy of one gathered tensor at a time.
+    The backward pass adds up each token's gradients in a fixed order, see ``add_up_rows``.
     """
 
     @staticmethod
@@ -258,16 +254,7 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients (T, ...) of the tokens from those of the gathered tokens (T', ...)."""
         (index,) = ctx.saved_tensors
-        by_token = torch.argsort(index, stable=True)  # occurrences of a token keep their order
-        uses = torch.zeros(ctx.num_tokens, dtype=torch.int64, device=index.device)
-        uses.index_add_(0, index, torch.ones_like(index))
-        sums = []
-        for gradient in gradients:
-            addends = gradient.index_select(0, by_token).to(torch.promote_types(gradient.dtype, torch.float32))
-            # Without ``unsafe`` it would wait for the GPU to check the lengths.
-            total = torch.segment_reduce(addends, "sum", lengths=uses, axis=0, unsafe=True)
-            sums.append(total.to(gradient.dtype))
-        return None, *sums
+        return None, *add_up_rows(index, ctx.num_tokens, *gradients)
 
 
 def tower_attention(

@@ -220,10 +220,28 @@ class PackedBatch(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TreeBatch(PackedBatch):
-    """Samples with each common prefix once: the documents are nodes of trees, see ``batch.prefix_tree``.
+class TreeTargets(Batch):
+    """A micro-batch with each common prefix once, whose labels have the sum of their weights in all samples of it.
 
-    A label of a prefix has the sum of its weights in all samples that begin with it.
+    Args:
+        channels: the C different channels of the samples, as a document may belong to samples of several.
+        target_counts: int64 (C, N), the number of labels of the samples of each channel that each target stands for.
+        sample_targets: int64 (2, M), of the M labels of the samples, which targets stand for: the sample's number, and
+            the target's index in ``target_positions``.
+    """
+
+    target_counts: Tensor
+    sample_targets: Tensor
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Labels of the samples; those of a prefix count once for each sample that begins with it."""
+        return self.sample_targets.shape[1]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TreeBatch(TreeTargets, PackedBatch):
+    """Samples with each common prefix once: the documents are nodes of trees, see ``batch.prefix_tree``.
 
     Args:
         key_index: int64 (T',), the tokens that each document sees, document after document: those of all nodes from
@@ -231,10 +249,6 @@ class TreeBatch(PackedBatch):
         cu_seqlens_k: int32 (S + 1,), starts of the documents' keys, and T' at the end.
         key_lengths: the S lengths of the documents' keys, on the host.
         parents: of each document, the number of the document that it continues, or ``ROOT``.
-        channels: the C different channels of the samples, as a document may belong to samples of several.
-        target_counts: int64 (C, N), the number of labels of the samples of each channel that each target stands for.
-        sample_targets: int64 (2, M), of the M labels of the samples, which targets stand for: the sample's number, and
-            the target's index in ``target_positions``.
         sample_ends: the last document of each sample.
     """
 
@@ -242,14 +256,7 @@ class TreeBatch(PackedBatch):
     cu_seqlens_k: Tensor
     key_lengths: tuple[int, ...]
     parents: tuple[int, ...]
-    target_counts: Tensor
-    sample_targets: Tensor
     sample_ends: tuple[int, ...]
-
-    @property
-    def num_target_tokens(self) -> int:
-        """Labels of the samples; those of a prefix count once for each sample that begins with it."""
-        return self.sample_targets.shape[1]
 
     def sample_index(self) -> Tensor:
         """Positions of the samples' tokens, each sample complete, one after the other, int64 (T',)."""
@@ -287,6 +294,11 @@ class ShardedBatch(Batch):
 
     def model_inputs(self) -> dict[str, Any]:
         return super().model_inputs() | {"sequence_shard": self.shard}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedTreeBatch(TreeTargets, ShardedBatch):
+    """One rank's part of a sequence of samples with each common prefix once: its documents are nodes of trees."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -353,10 +353,10 @@ def collate_tree(
     documents, media, num_padding = _load_with_fillers(node_documents, spec, towers, pad_to_multiple_of)
     lengths = tuple(document.length for document in documents)
     fillers = documents[len(nodes) :]
-    positions = _node_positions(samples, nodes, spec)
+    positions = node_positions(samples, nodes, spec)
     positions += [sample_positions(document, spec) for document in fillers]
     parents = [node.parent for node in nodes] + [ROOT] * len(fillers)
-    token_fields = _tree_token_fields(documents, samples, nodes, spec, media)
+    token_fields = tree_token_fields(documents, samples, nodes, spec, media)
     key_fields = _key_fields(parents, lengths)
     return TreeBatch(
         **token_fields,
@@ -371,31 +371,76 @@ def collate_tree(
     )
 
 
-def _tree_token_fields(
+def tree_token_fields(
     documents: Sequence[EncodedSample],
     samples: Sequence[EncodedSample],
     nodes: Sequence[Node],
     spec: InputSpec,
     media: dict[str, Tensor],
+    index: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, Any]:
-    """Return a ``TreeBatch``'s fields of tokens, targets, channels and media; ``documents`` are nodes, then fillers."""
-    channels = tuple(dict.fromkeys(sample.channel for sample in samples))
-    labels, weights, label_samples, label_positions = _tree_targets(samples, nodes, spec)
+    """Return the fields of tokens, targets, channels and media of a batch with shared prefixes.
+
+    Args:
+        documents: nodes, possibly padded, then fillers.
+        index: (t,), positions in the sequence of the tokens of this rank; None for all.
+    """
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
-    num_filler_tokens = len(input_ids) - len(labels)
-    labels = np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX))
-    weights = np.append(weights, np.zeros(num_filler_tokens, np.float32))
-    fields = batch_fields(input_ids, labels, weights, media, spec)
-    target_positions = fields["target_positions"].numpy()  # of the tokens with a label, ascending
-    targets = np.searchsorted(target_positions, label_positions)  # number of each label's token among these
+    targets = _tree_targets(samples, nodes, spec)
+    labels, weights, label_samples, label_positions = _padded_targets(
+        targets, nodes, [document.length for document in documents]
+    )
+    if index is not None:
+        label_samples, label_positions = _labels_at(index, len(input_ids), label_samples, label_positions)
+        input_ids, labels, weights = input_ids[index], labels[index], weights[index]
+    fields = batch_fields(input_ids, labels, weights, media, spec, exchanges_features=index is not None)
+    # The number of each label's token among the tokens with a label, which ascend.
+    target_numbers = np.searchsorted(fields["target_positions"].numpy(), label_positions)
+    return fields | _target_fields(samples, label_samples, target_numbers, len(fields["target_positions"]))
+
+
+def _labels_at(
+    index: npt.NDArray[np.int64], num_tokens: int, samples: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the samples of the labels at ``index``, (t,), of ``num_tokens``, and their positions among these.
+
+    ``samples`` and ``positions``, (M,), are of all labels.
+    """
+    local_positions = np.full(num_tokens, -1)
+    local_positions[index] = np.arange(len(index))
+    is_local = local_positions[positions] >= 0
+    return samples[is_local], local_positions[positions[is_local]]
+
+
+def _target_fields(
+    samples: Sequence[EncodedSample],
+    label_samples: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+    num_targets: int,
+) -> dict[str, Any]:
+    """Return the channels, and the fields of ``TreeTargets``, from the sample and target of each label, (M,) each."""
+    channels = tuple(dict.fromkeys(sample.channel for sample in samples))
     channel_of_sample = np.array([channels.index(sample.channel) for sample in samples])
-    target_counts = np.zeros((len(channels), len(target_positions)), np.int64)
+    target_counts = np.zeros((len(channels), num_targets), np.int64)
     np.add.at(target_counts, (channel_of_sample[label_samples], targets), 1)
-    return fields | {
+    return {
         "channels": channels,
         "target_counts": torch.from_numpy(target_counts),
         "sample_targets": torch.from_numpy(np.stack((label_samples, targets))),
     }
+
+
+def _padded_targets(
+    targets: tuple[npt.NDArray[Any], ...], nodes: Sequence[Node], lengths: Sequence[int]
+) -> tuple[npt.NDArray[Any], ...]:
+    """Return a result of ``_tree_targets`` for documents of these lengths: nodes with their padding, then fillers."""
+    node_labels, node_weights, label_samples, label_positions = targets
+    starts = np.cumsum([0, *lengths])
+    # Positions in the sequence of the nodes' tokens.
+    positions = np.concatenate([start + np.arange(node.length) for start, node in zip(starts, nodes, strict=False)])
+    labels, weights = np.full(starts[-1], IGNORE_INDEX), np.zeros(starts[-1], np.float32)
+    labels[positions], weights[positions] = node_labels, node_weights
+    return labels, weights, label_samples, positions[label_positions]
 
 
 def _key_fields(parents: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
@@ -409,7 +454,7 @@ def _key_fields(parents: Sequence[int], lengths: Sequence[int]) -> dict[str, Any
     }
 
 
-def _node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
+def node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
     """Return the positions of each node's tokens, (4, node length): those that they have in the complete samples."""
     first_samples = {node.samples[0] for node in nodes}
     positions_of_sample = {number: sample_positions(samples[number], spec) for number in first_samples}

@@ -20,11 +20,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import ShardedBatch
-from packtool.batch.collate import batch_fields, check_placeholders, filler_document, joined_positions, joined_tokens
+from packtool.batch.batch import ShardedBatch, ShardedTreeBatch
+from packtool.batch.collate import (
+    batch_fields,
+    check_placeholders,
+    filler_document,
+    joined_positions,
+    joined_tokens,
+    node_positions,
+    tree_token_fields,
+)
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, align_sample, sample_positions
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, slice_sample
 from packtool.batch.shard import FeatureRoute, Int64Array, SequenceShard, SequenceSplit, assign_tokens, route_features
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
@@ -52,6 +61,7 @@ def collate_shard(
     towers: frozenset[Tower] | None = None,
     *,
     pad_to_multiple_of: int = 1,
+    min_shared: int | None = None,
 ) -> ShardedBatch:
     """Collate one rank's part of a packed sequence that several ranks share.
 
@@ -61,9 +71,41 @@ def collate_shard(
         placement: the rank that holds each sample, or ``SHARDED``; None if all are sharded.
         towers: towers that must run, even if no sample has media for them; None for all of the model's.
         pad_to_multiple_of: pads each rank's part to a multiple, by a filler document of its own.
+        min_shared: minimum tokens of a prefix of several samples, which is then there once; None repeats prefixes.
+
+    Returns:
+        a ``ShardedTreeBatch`` if samples share prefixes, all of which are then sharded.
     """
     check_placeholders(samples, spec)
+    nodes = [] if min_shared is None else find_tree(samples, spec, min_shared=min_shared)
+    num_samples = len(samples) if split.rank == 0 else 0  # each sample is counted by one rank
+    if any(node.is_shared for node in nodes):
+        parts = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
+        part = _rank_part(parts, [SHARDED] * len(nodes), spec, split, towers, pad_to_multiple_of)
+        return _tree_shard(samples, nodes, spec, part, num_samples)
     sample_ranks = list(placement or [SHARDED] * len(samples))
+    part = _rank_part(samples, sample_ranks, spec, split, towers, pad_to_multiple_of)
+    tokens = _token_fields(part.documents, spec, part.fields["index"].numpy(), part.media)
+    return ShardedBatch(**tokens, **part.fields, num_samples=num_samples)
+
+
+class _RankPart(NamedTuple):
+    """This rank's part of a sequence: all its documents, the inputs of this rank's towers, and fields of the batch."""
+
+    documents: list[EncodedSample]
+    media: dict[str, Tensor]
+    fields: dict[str, Any]
+
+
+def _rank_part(
+    samples: Sequence[EncodedSample],
+    sample_ranks: list[int],
+    spec: InputSpec,
+    split: SequenceSplit,
+    towers: frozenset[Tower] | None,
+    pad_to_multiple_of: int,
+) -> _RankPart:
+    """Append filler documents to samples or nodes of a tree, assign the tokens to ranks, and load this rank's media."""
     # The documents of the sequence: samples, then fillers; and the rank that holds each document, or SHARDED.
     documents, ranks = _with_filler_documents(samples, sample_ranks, split)
     padding_by_rank = _padding_by_rank(documents, ranks, split, pad_to_multiple_of)
@@ -72,24 +114,41 @@ def collate_shard(
         ranks.append(rank)
     lengths = [document.length for document in documents]
     tokens_by_rank = assign_tokens(lengths, ranks, split)
-    index = tokens_by_rank[split.rank]  # positions of this rank's tokens in the sequence
     running_towers = spec.towers if towers is None else towers
     media, routes = _load_rank_media(documents, ranks, spec, tokens_by_rank, split, running_towers)
-    return ShardedBatch(
-        **_token_fields(documents, spec, index, media),
-        channels=tuple(document.channel for document in documents),
-        num_samples=len(samples) if split.rank == 0 else 0,  # each sample is counted by one rank
-        num_padding=padding_by_rank.get(split.rank, 0),
-        shard=_sequence_shard(lengths, ranks, split, routes),
-        index=torch.from_numpy(index),
-        lengths=tuple(lengths),
-    )
+    fields = {
+        "num_padding": padding_by_rank.get(split.rank, 0),
+        "index": torch.from_numpy(tokens_by_rank[split.rank]),  # positions of this rank's tokens in the sequence
+        "lengths": tuple(lengths),
+        "shard": _sequence_shard(lengths, ranks, split, routes),
+    }
+    return _RankPart(documents, media, fields)
+
+
+def _tree_shard(
+    samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, part: _RankPart, num_samples: int
+) -> ShardedTreeBatch:
+    """Return the batch of a prefix tree; the documents of ``part`` are nodes, with their padding, then fillers."""
+    shard, index = part.fields["shard"], part.fields["index"].numpy()
+    fillers = part.documents[len(nodes) :]
+    filler_lengths = shard.sharded_lengths[len(nodes) :]
+    parents = (*(node.parent for node in nodes), *[ROOT] * len(filler_lengths))
+    num_tokens = (*(node.length for node in nodes), *filler_lengths)
+    positions = node_positions(samples, nodes, spec)
+    for number, document in enumerate(part.documents[: len(nodes)]):  # padding repeats the last position
+        num_padding = document.length - nodes[number].length
+        positions[number] = np.pad(positions[number], ((0, 0), (0, num_padding)), "edge")
+    positions += [sample_positions(document, spec) for document in fillers]
+    fields = part.fields | {"shard": dataclasses.replace(shard, parents=parents, sharded_tokens=num_tokens)}
+    fields["position_ids"] = joined_positions(positions, spec, index)
+    tokens = tree_token_fields(part.documents, samples, nodes, spec, part.media, index)
+    return ShardedTreeBatch(**tokens, **fields, num_samples=num_samples)
 
 
 def _token_fields(
     documents: Sequence[EncodedSample], spec: InputSpec, index: Int64Array, media: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the batch's fields of tokens, positions and media by name.
+    """Return the batch's fields of tokens, positions, channels and media by name.
 
     ``index``, (t,), are the positions in the sequence of this rank's tokens; ``media`` are the inputs of its towers.
     """
@@ -97,6 +156,7 @@ def _token_fields(
     rank_weights = None if weights is None else weights[index]
     fields = batch_fields(input_ids[index], labels[index], rank_weights, media, spec, exchanges_features=True)
     fields["position_ids"] = joined_positions(_document_positions(documents, spec, index), spec, index)
+    fields["channels"] = tuple(document.channel for document in documents)
     return fields
 
 

@@ -68,12 +68,12 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         min_shared: int | None = None,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        assert min_shared is None or (packing and not splits), "only samples of a pack of one rank share prefixes"
+        assert min_shared is None or packing, "only samples of a pack share prefixes"
         self.read = read
         self.spec = spec
         self.skip_bad_media = skip_bad_media
         self.splits = dict(splits or {})
-        self.pad_to_multiple_of = pad_to_multiple_of
+        self.pad_to_multiple_of, self.min_shared = pad_to_multiple_of, min_shared
         self.required_towers = spec.towers if required_towers is None else required_towers
         self._collate: Callable[..., Batch]  # for micro-batches of this rank alone
         if min_shared is not None:
@@ -107,8 +107,15 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             num_ranks = next(iter(self.splits), 1)  # the first size is the default
         if num_ranks > 1:
             check_unchanged(samples, self.spec)
-            split, multiple = self.splits[num_ranks], self.pad_to_multiple_of
-            return collate_shard(samples, self.spec, split, micro_batch.placement, towers, pad_to_multiple_of=multiple)
+            return collate_shard(
+                samples,
+                self.spec,
+                self.splits[num_ranks],
+                micro_batch.placement,
+                towers,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                min_shared=self.min_shared,
+            )
         try:
             check_unchanged(samples, self.spec)
             return self._collate(samples, self.spec, towers=towers)

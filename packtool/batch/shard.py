@@ -89,12 +89,16 @@ class SequenceShard:
         local_lengths: documents that are this rank's alone, first in its sequence.
         sharded_lengths: complete, with their padding: the same on all ranks.
         routes: of the features of ``image``, ``video`` and ``audio``, if the sequence has any.
+        parents: with shared prefixes, of each sharded document, the number of the one that it continues, or ``ROOT``.
+        sharded_tokens: with shared prefixes, tokens of each sharded document without its padding.
     """
 
     split: SequenceSplit
     local_lengths: tuple[int, ...]
     sharded_lengths: tuple[int, ...]
     routes: Mapping[str, FeatureRoute]
+    parents: tuple[int, ...] = ()
+    sharded_tokens: tuple[int, ...] = ()
 
     @property
     def num_local(self) -> int:

@@ -118,8 +118,7 @@ class VerifyConfig(data.CacheOptions, data.AccessOptions, ParallelOptions, Launc
 
     @property
     def sharing_conflicts(self) -> list[str]:
-        trained = ["--trajectory"] if self.trajectory is not None else []
-        return trained + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
+        return ["--trajectory"] if self.trajectory is not None else []
 
 
 Split = Literal["train", "val"]

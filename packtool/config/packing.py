@@ -103,11 +103,8 @@ class SharingOptions(Settings):
     def value_problems(self) -> list[str]:
         if self.share_prefix != "true":
             return []
-        reasons = {SEQUENCE_PARALLELISM: ", which would spread a prefix over several ranks"}
-        return [
-            f"--share-prefix true cannot be combined with {name}{reasons.get(name, '')}: leave out one of them"
-            for name in self.sharing_conflicts
-        ]
+        message = "--share-prefix true cannot be combined with {name}: leave out one of them"
+        return [message.format(name=name) for name in self.sharing_conflicts]
 
 
 SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
@@ -198,14 +195,13 @@ class PackingOptions(SharingOptions, StepOptions):
         """True if micro-batches are concatenated samples without packs: dynamic batches, or Skrull's."""
         return self.dynamic_batch_tokens is not None or self.schedule == "skrull"
 
-    def packing_sharing_conflicts(self, packing: bool, num_ranks: int) -> list[str]:
-        """Return the given packing options that exclude shared prefixes, if ``num_ranks`` ranks share a pack."""
+    def packing_sharing_conflicts(self, packing: bool) -> list[str]:
+        """Return the given packing options that exclude shared prefixes."""
         is_given = {
             "--packing false": not packing and self.dynamic_batch_tokens is None,
             "--dynamic-batch-tokens": self.dynamic_batch_tokens is not None,
             "--schedule skrull": self.schedule == "skrull",
             "--max-samples-per-pack": self.max_samples_per_pack is not None,
-            SEQUENCE_PARALLELISM: num_ranks > 1,
         }
         return [name for name in is_given if is_given[name]]
 

@@ -88,7 +88,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     @property
     def sharing_conflicts(self) -> list[str]:
-        return self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks)
+        return self.packing_sharing_conflicts(self.packing)
 
     def sweep_lengths(self) -> list[int]:
         """Return the packing lengths to compare; ValueError if one is no number."""

@@ -300,7 +300,7 @@ class TrainConfig(
     @property
     def sharing_conflicts(self) -> list[str]:
         others = [flag(name) for name in ("neftune_noise_alpha", "router_aux_loss_coef") if getattr(self, name)]
-        return [*self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks), *others]
+        return [*self.packing_sharing_conflicts(self.packing), *others]
 
     @property
     def removes_padding(self) -> bool:

@@ -296,10 +296,8 @@ def assign_packs(
     if costs_of is not None:
         balance = _balance_figures(packs, units, trained_packs, steps, target_tokens, costs_of, options, tree_parts)
     if placement is not None:
-        assert options.skrull is not None
         assert unit_costs is not None
-        work = None if towers is None else towers.select(units.samples)
-        skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
+        skrull = _skrull_figures(units, steps, placement, options, unit_costs, towers)
         fill = packs.num_tokens / max(skrull.num_tokens, 1)
     else:
         fill = _fill_of(trained_packs, steps, options)
@@ -307,6 +305,20 @@ def assign_packs(
     num_cached = len(target_tokens)
     summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
     return EpochPlan(trained_packs, steps, summary, lasting=units if has_fixed_samples else packs, placement=placement)
+
+
+def _skrull_figures(
+    units: PackPlan,
+    steps: StepPlan,
+    placement: Int64Array,
+    options: PlanOptions,
+    costs: Costs,
+    towers: TowerWork | None,
+) -> SkrullFigures:
+    """Return the figures of samples, ``units``, that Skrull placed."""
+    assert options.skrull is not None
+    work = None if towers is None else towers.select(units.samples)
+    return SkrullFigures.of(units, steps, placement, options.skrull, costs, work)
 
 
 def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:

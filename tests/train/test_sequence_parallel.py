@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from packtool.attention.kernel import Varlen
 from packtool.attention.parallel import attend
-from packtool.attention.parallel.attend import ShardLayout, shard_layout
+from packtool.attention.parallel.blocks import ShardLayout, shard_layout
 from packtool.batch.shard import SequenceShard
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World

@@ -41,6 +41,11 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
 TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "ddp": {"gradient_accumulation_steps": 8},
     "fsdp": {"gradient_accumulation_steps": 8, "fsdp": ["full_shard"]},
+    # Sequences that both share.
+    **{
+        kind: {"gradient_accumulation_steps": 16, "sequence_parallel_size": 2, "sequence_parallel_type": kind}
+        for kind in ("ulysses", "ring", "allgather")
+    },
 }
 COUNTED = ("sample", "source", "row", "channel", "tokens", "target_tokens", "token_accuracy", "first_wrong")
 RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
@@ -143,7 +148,7 @@ def two_processes(alike_world: TinyWorld, tmp_path_factory: pytest.TempPathFacto
     jobs.append(("train", full_run, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{full_run}/checkpoint-2"}))
     jobs.append(("train", root / "stream", streamed(alike_world, **DESCENT, gradient_accumulation_steps=8)))
-    jobs = [check_before(job, ("ddp",)) for job in jobs]
+    jobs = [check_before(job, ("ddp", "ring")) for job in jobs]
     jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
     run_ranks(2, run_jobs, alike_world, jobs, scratch=root)
     return root

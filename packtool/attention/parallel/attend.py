@@ -12,6 +12,8 @@ exchanged (Skrull, arXiv 2505.19609, section 3.1). Only inside one autograd func
   Models", section 3.3.2): each rank has two chunks of every document (``batch.shard``). Queries see the first chunk of
   earlier ranks; the second chunk's queries also see both chunks of later ranks. Every hop is half of a full square. K
   and V (T, Hkv, D) make R - 1 hops; backward they go around again with float32 gradients, which take one more hop home.
+- *prefixes* that documents share are documents of their own, which others continue. A rank's queries then also see the
+  received (and its own) keys of the documents that theirs continue, as further blocks.
 - *allgather* (as Llama 3): K and V of all ranks at once, about 2 R T rows more for one layer at a time, and in backward
   twice as many in float32 for their gradients. One exchange instead of R - 1, and fewer, larger blocks.
 
@@ -22,19 +24,25 @@ once, after starting their first exchange, to compute something that does not ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packtool.attention.kernel import Varlen, default_scale
-from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients, merge_outputs
+from packtool.attention.kernel import Varlen, add_up_rows, default_scale
+from packtool.attention.parallel.blocks import (
+    AttentionBlock,
+    BlockKernel,
+    Gradients,
+    Rows,
+    ShardLayout,
+    VisibleKeys,
+    merge_outputs,
+    shard_layout,
+)
 from packtool.attention.parallel.mesh import (
     SequenceParallel,
     gather_heads,
@@ -43,12 +51,9 @@ from packtool.attention.parallel.mesh import (
     start_all_gather,
     start_ring_transfer,
 )
+from packtool.batch.prefix_tree import ROOT
 from packtool.batch.shard import SequenceShard
 from packtool.errors import UnsupportedModelError
-
-Rows = Tensor | slice
-"""Rows of a tensor: their int64 indexes, or a slice for all of them."""
-_ALL_ROWS = slice(None)
 
 
 class AttentionTensors(NamedTuple):
@@ -65,110 +70,6 @@ class AttentionTensors(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
-
-
-class VisibleKeys(NamedTuple):
-    """Some of this rank's queries, and the received keys that all of these queries see, document by document.
-
-    Args:
-        queries: rows of the queries in this rank's sharded tokens.
-        keys: rows of the keys in the received tokens.
-        query_documents, key_documents: how many of the queries and of the keys belong to each document.
-    """
-
-    queries: Rows
-    keys: Rows
-    query_documents: Varlen
-    key_documents: Varlen
-
-
-@dataclass(frozen=True, eq=False)
-class ShardLayout:
-    """The documents of one rank's shard, and index tensors of their chunks.
-
-    With R ring ranks, a sharded document is divided into 2R chunks; ring rank i has chunks i and 2R - 1 - i.
-
-    Args:
-        local: documents that are this rank's alone.
-        sharded: this rank's tokens of each sharded document: two chunks, or the complete document without a ring.
-        of_lower_rank, of_higher_rank: visible keys of one ring rank, whose number is lower or higher than this rank's.
-        of_all_ranks: visible keys in the tokens gathered from all ring ranks, for the queries of each chunk that sees
-            keys of other ranks.
-    """
-
-    local: Varlen
-    sharded: Varlen
-    of_lower_rank: VisibleKeys
-    of_higher_rank: VisibleKeys
-    of_all_ranks: tuple[VisibleKeys, ...]
-
-
-@lru_cache(maxsize=4)
-def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
-    """Return the layout of a rank's shard; cached, because every layer needs it."""
-    ring_size, rank = shard.split.ring_size, shard.split.ring_rank
-    lengths = _rank_lengths(shard)
-    sharded = Varlen.of_lengths(lengths, device)
-    one_chunk = Varlen.of_lengths([length // 2 for length in lengths], device)
-    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank  # numbers of this rank's chunks of each document
-    first_rows = _own_rows(shard, first_chunk, device)
-    second_rows = _own_rows(shard, second_chunk, device)
-    # A query sees the keys of the chunks before its own. Those on this rank are not received.
-    chunks_seen_by_first = range(first_chunk)
-    chunks_seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
-    of_all_ranks = []
-    for queries, chunks in ((first_rows, chunks_seen_by_first), (second_rows, chunks_seen_by_second)):
-        if ring_size > 1 and lengths and chunks:
-            keys, key_documents = _gathered_keys(shard, chunks, device)
-            of_all_ranks.append(VisibleKeys(queries, keys, one_chunk, key_documents))
-    return ShardLayout(
-        local=Varlen.of_lengths(shard.local_lengths, device),
-        sharded=sharded,
-        # All queries come after the first chunks of a lower rank, and before its second chunks.
-        of_lower_rank=VisibleKeys(_ALL_ROWS, first_rows, query_documents=sharded, key_documents=one_chunk),
-        # Both chunks of a higher rank lie between this rank's first and second chunks.
-        of_higher_rank=VisibleKeys(second_rows, _ALL_ROWS, query_documents=one_chunk, key_documents=sharded),
-        of_all_ranks=tuple(of_all_ranks),
-    )
-
-
-def _rank_lengths(shard: SequenceShard) -> list[int]:
-    """Return the number of tokens that each ring rank has of each sharded document: two chunks."""
-    return [length // shard.split.ring_size for length in shard.sharded_lengths]
-
-
-def _chunk_rows(shard: SequenceShard, chunk: int) -> list[npt.NDArray[np.int64]]:
-    """Return, for each document, the rows of a chunk in the sharded tokens of all ring ranks laid end to end."""
-    ring_size = shard.split.ring_size
-    lengths = _rank_lengths(shard)
-    is_second_of_owner = chunk >= ring_size
-    owner = 2 * ring_size - 1 - chunk if is_second_of_owner else chunk
-    document_start = owner * sum(lengths)
-    rows = []
-    for length in lengths:
-        chunk_length = length // 2
-        first_row = document_start + chunk_length if is_second_of_owner else document_start
-        rows.append(np.arange(first_row, first_row + chunk_length))
-        document_start += length
-    return rows
-
-
-def _own_rows(shard: SequenceShard, chunk: int, device: torch.device) -> Tensor:
-    """Return, int64, the rows of one of this rank's chunks of all documents in the rank's sharded tokens."""
-    rank_start = shard.split.ring_rank * sum(_rank_lengths(shard))
-    return _join_rows(_chunk_rows(shard, chunk), device) - rank_start
-
-
-def _gathered_keys(shard: SequenceShard, chunks: Sequence[int], device: torch.device) -> tuple[Tensor, Varlen]:
-    """Return the rows of these chunks of every document in the tokens of all ranks, and the tokens per document."""
-    rows_by_chunk = [_chunk_rows(shard, chunk) for chunk in chunks]
-    rows_by_document = [np.concatenate(rows) for rows in zip(*rows_by_chunk, strict=True)]
-    return _join_rows(rows_by_document, device), Varlen.of_lengths([len(rows) for rows in rows_by_document], device)
-
-
-def _join_rows(rows: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
-    no_rows = np.zeros(0, np.int64)  # for a shard without sharded documents
-    return torch.from_numpy(np.concatenate([no_rows, *rows])).to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +100,17 @@ class Call:
         """Each query sees all keys of its document."""
         return AttentionBlock(visible.query_documents, visible.key_documents, causal=False, scale=self.scale)
 
-    def keys_after(self, num_hops: int) -> VisibleKeys:
-        """Return the visible keys among those that this rank has after ``num_hops`` transfers around the ring."""
+    def keys_after(self, num_hops: int) -> list[VisibleKeys]:
+        """Return the visible keys among those that this rank has after ``num_hops`` transfers around the ring.
+
+        Without a transfer, they are those of prefixes; each query also sees the earlier ones of its own document.
+        """
         rank = self.parallel.split.ring_rank
         owner = (rank - num_hops) % self.parallel.split.ring_size
-        return self.layout.of_lower_rank if owner < rank else self.layout.of_higher_rank
+        visible = [self.layout.of_prefixes[owner]]
+        if owner != rank:
+            visible.append(self.layout.of_lower_rank if owner < rank else self.layout.of_higher_rank)
+        return [each for each in visible if each is not None]
 
     def num_copies(self, num_key_heads: int) -> int:
         """Copies of each head of K and V, so that the Ulysses ranks can share them evenly."""
@@ -232,6 +139,9 @@ def attend_shard(
     if window is not None and parallel.split.ring_size > 1:
         problem = "a layer has a sliding window, which chunks on a ring would cut"
         raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")
+    if window is not None and any(parent != ROOT for parent in shard.parents):
+        problem = "a layer has a sliding window, which would cut prefixes that are attended to as blocks"
+        raise UnsupportedModelError(problem, "Use --share-prefix false.")
     num_sharded = sum(shard.sharded_lengths) // parallel.split.size  # this rank's tokens of the sharded documents
     assert len(q) == shard.num_local + num_sharded, "the tokens are not those of this shard"
     layout = shard_layout(shard, q.device)
@@ -409,19 +319,26 @@ def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, overlap: Callable
         return _gather_forward(call, q, k, v, overlap)
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
     own_block = call.causal_block(call.layout.sharded)
-    if ring_size == 1:
+    if ring_size == 1 and not call.keys_after(0):
         overlap()
         return call.kernel.fwd(q, k, v, own_block)
-    wait_for_kv = start_ring_transfer(torch.cat([k, v], dim=-1), ring)
-    overlap()
-    own_out, lse = call.kernel.fwd(q, k, v, own_block)
-    out = own_out.to(lse.dtype)
-    for num_hops in range(1, ring_size):
-        kv = wait_for_kv()
-        if num_hops + 1 < ring_size:  # pass K and V on while this rank attends to them
-            wait_for_kv = start_ring_transfer(kv, ring)
-        out, lse = _merge_keys(call, call.keys_after(num_hops), q, kv, (out, lse))
+    for num_hops, kv in enumerate(_kv_around_ring(torch.cat([k, v], dim=-1), ring, ring_size)):
+        if num_hops == 0:
+            overlap()
+            own_out, lse = call.kernel.fwd(q, k, v, own_block)
+            out = own_out.to(lse.dtype)
+        for visible in call.keys_after(num_hops):
+            out, lse = _merge_keys(call, visible, q, kv, (out, lse))
     return out.to(own_out.dtype), lse
+
+
+def _kv_around_ring(kv: Tensor, ring: Any, ring_size: int) -> Iterator[Tensor]:
+    """Yield this rank's K and V, then those of the ranks before it, and pass each on while the caller computes."""
+    for num_hops in range(ring_size):
+        wait_for_kv = start_ring_transfer(kv, ring) if num_hops + 1 < ring_size else None
+        yield kv
+        if wait_for_kv is not None:
+            kv = wait_for_kv()
 
 
 def _merge_keys(
@@ -453,28 +370,26 @@ def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors, overlap: C
         return _gather_backward(call, grad, saved, overlap)
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
     own_block = call.causal_block(call.layout.sharded)
-    if ring_size == 1:
+    if ring_size == 1 and not call.keys_after(0):
         overlap()
         return call.kernel.bwd(grad, *saved, own_block)
-    wait_for_kv = start_ring_transfer(torch.cat([saved.k, saved.v], dim=-1), ring)
-    overlap()
-    own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, own_block)
-    sum_dtype = saved.lse.dtype  # float32 for inputs of 16 bits
-    dq = own_dq.to(sum_dtype)
-    dkv = torch.cat([own_dk, own_dv], dim=-1).to(sum_dtype)
-    for num_hops in range(1, ring_size):
-        kv = wait_for_kv()
-        # The sums of the ranks before this one, for the keys in ``kv``, arrive while this rank computes its part.
-        wait_for_dkv = start_ring_transfer(dkv, ring)
-        if num_hops + 1 < ring_size:
-            wait_for_kv = start_ring_transfer(kv, ring)
-        visible = call.keys_after(num_hops)
-        block_dq, block_dkv = _block_gradients(call, visible, grad, saved, kv)
-        _add_to_rows(dq, visible.queries, block_dq)
-        dkv = wait_for_dkv()
-        _add_to_rows(dkv, visible.keys, block_dkv)
-    wait_for_own_dkv = start_ring_transfer(dkv, ring)
-    dk, dv = _split_kv(wait_for_own_dkv(), saved.k.shape[-1])
+    for num_hops, kv in enumerate(_kv_around_ring(torch.cat([saved.k, saved.v], dim=-1), ring, ring_size)):
+        if num_hops == 0:
+            overlap()
+            own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, own_block)
+            dq = own_dq.to(saved.lse.dtype)  # float32 for inputs of 16 bits
+            dkv = torch.cat([own_dk, own_dv], dim=-1).to(saved.lse.dtype)
+        else:
+            # The sums of the ranks before this one, for the keys in ``kv``, arrive while this rank computes its part.
+            wait_for_dkv = start_ring_transfer(dkv, ring)
+        blocks = call.keys_after(num_hops)
+        gradients = [_block_gradients(call, visible, grad, saved, kv) for visible in blocks]
+        if num_hops:
+            dkv = wait_for_dkv()
+        _add_gradients(dq, dkv, blocks, gradients)
+    if ring_size > 1:
+        dkv = start_ring_transfer(dkv, ring)()
+    dk, dv = _split_kv(dkv, saved.k.shape[-1])
     dtype = saved.q.dtype
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
@@ -499,10 +414,22 @@ def _block_gradients(
     return dq, torch.cat([dk, dv], dim=-1)
 
 
-def _add_to_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """Add ``part`` to some rows of ``total``, in place."""
+def _add_gradients(
+    dq: Tensor, dkv: Tensor, blocks: Sequence[VisibleKeys], gradients: Sequence[tuple[Tensor, Tensor]]
+) -> None:
+    """Add the results of ``_block_gradients`` of some blocks to all queries' dq and received keys' dkv, in place."""
+    for visible, (block_dq, block_dkv) in zip(blocks, gradients, strict=True):
+        _add_to_rows(dq, visible.queries, block_dq)
+        _add_to_rows(dkv, visible.keys, block_dkv, repeats=visible.repeats_keys)
+
+
+def _add_to_rows(total: Tensor, rows: Rows, part: Tensor, *, repeats: bool = False) -> None:
+    """Add ``part`` to some rows of ``total``, in place; with ``repeats``, a row may occur several times."""
     if isinstance(rows, slice):
         total[rows].add_(part)
+    elif repeats:
+        (sums,) = add_up_rows(rows, len(total), part.to(total.dtype))
+        total.add_(sums)
     else:
         total.index_add_(0, rows, part.to(total.dtype))
 
@@ -530,9 +457,7 @@ def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors, overlap:
     dq = own_dq.to(sum_dtype)
     gathered_dkv = torch.zeros_like(gathered_kv, dtype=sum_dtype)
     for visible in call.layout.of_all_ranks:
-        block_dq, block_dkv = _block_gradients(call, visible, grad, saved, gathered_kv)
-        _add_to_rows(dq, visible.queries, block_dq)
-        _add_to_rows(gathered_dkv, visible.keys, block_dkv)
+        _add_gradients(dq, gathered_dkv, [visible], [_block_gradients(call, visible, grad, saved, gathered_kv)])
     dk, dv = _split_kv(reduce_scatter_rows(gathered_dkv, call.parallel.ring), saved.k.shape[-1])
     dtype = saved.q.dtype
     return dq.to(dtype), (own_dk + dk).to(dtype), (own_dv + dv).to(dtype)

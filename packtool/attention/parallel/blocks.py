@@ -22,15 +22,20 @@ Shapes: T queries and T' keys of S documents each, Hq and Hkv heads of D numbers
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from packtool.attention.kernel import Varlen, needs_fast_gpu, pad_heads
+from packtool.batch.prefix_tree import ROOT
+from packtool.batch.shard import SequenceShard
 from packtool.config.packing import SEQUENCE_PARALLEL_KERNELS
 from packtool.errors import ConfigError
 
@@ -309,3 +314,156 @@ def _one_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     num_groups = k.shape[1]
     keys, values = (t.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1] // num_groups, -1, -1) for t in (k, v))
     return _in_groups(q, num_groups, q.dtype), keys, values
+
+
+Rows = Tensor | slice
+"""Rows of a tensor: their int64 indexes, or a slice for all of them."""
+_ALL_ROWS = slice(None)
+
+
+class VisibleKeys(NamedTuple):
+    """Some of this rank's queries, and the received keys that all of these queries see, document by document.
+
+    Args:
+        queries: rows of the queries in this rank's sharded tokens.
+        keys: rows of the keys in the received tokens.
+        query_documents, key_documents: how many of the queries and of the keys belong to each document.
+        repeats_keys: whether several documents may have the same keys.
+    """
+
+    queries: Rows
+    keys: Rows
+    query_documents: Varlen
+    key_documents: Varlen
+    repeats_keys: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ShardLayout:
+    """The documents of one rank's shard, and index tensors of their chunks.
+
+    With R ring ranks, a sharded document is divided into 2R chunks; ring rank i has chunks i and 2R - 1 - i.
+
+    Args:
+        local: documents that are this rank's alone.
+        sharded: this rank's tokens of each sharded document: two chunks, or the complete document without a ring.
+        of_lower_rank, of_higher_rank: visible keys of one ring rank, whose number is lower or higher than this rank's.
+        of_all_ranks: visible keys in the tokens gathered from all ring ranks, for the queries of each chunk that sees
+            keys of other ranks.
+        of_prefixes: for each ring rank, its keys of the prefixes that documents continue; None without prefixes.
+    """
+
+    local: Varlen
+    sharded: Varlen
+    of_lower_rank: VisibleKeys
+    of_higher_rank: VisibleKeys
+    of_all_ranks: tuple[VisibleKeys, ...]
+    of_prefixes: tuple[VisibleKeys | None, ...]
+
+
+@lru_cache(maxsize=4)
+def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
+    """Return the layout of a rank's shard; cached, because every layer needs it."""
+    ring_size, rank = shard.split.ring_size, shard.split.ring_rank
+    lengths = _rank_lengths(shard)
+    sharded = Varlen.of_lengths(lengths, device)
+    one_chunk = Varlen.of_lengths([length // 2 for length in lengths], device)
+    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank  # numbers of this rank's chunks of each document
+    first_rows = _own_rows(shard, first_chunk, device)
+    second_rows = _own_rows(shard, second_chunk, device)
+    # A query sees the keys of the chunks before its own. Those on this rank are not received.
+    chunks_seen_by_first = range(first_chunk)
+    chunks_seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
+    of_all_ranks = []
+    for queries, chunks in ((first_rows, chunks_seen_by_first), (second_rows, chunks_seen_by_second)):
+        if ring_size > 1 and lengths and chunks:
+            keys, key_documents = _gathered_keys(shard, chunks, device)
+            of_all_ranks.append(VisibleKeys(queries, keys, one_chunk, key_documents))
+    of_prefixes = tuple(_prefix_keys(shard, [owner], device) for owner in range(ring_size))
+    if ring_size > 1 and (prefix_keys := _prefix_keys(shard, range(ring_size), device)) is not None:
+        of_all_ranks.append(prefix_keys)
+    return ShardLayout(
+        local=Varlen.of_lengths(shard.local_lengths, device),
+        sharded=sharded,
+        # All queries come after the first chunks of a lower rank, and before its second chunks.
+        of_lower_rank=VisibleKeys(_ALL_ROWS, first_rows, query_documents=sharded, key_documents=one_chunk),
+        # Both chunks of a higher rank lie between this rank's first and second chunks.
+        of_higher_rank=VisibleKeys(second_rows, _ALL_ROWS, query_documents=one_chunk, key_documents=sharded),
+        of_all_ranks=tuple(of_all_ranks),
+        of_prefixes=of_prefixes,
+    )
+
+
+def _prefix_keys(shard: SequenceShard, owners: Sequence[int], device: torch.device) -> VisibleKeys | None:
+    """Return this rank's queries that continue prefixes, and all keys of these that ring ranks own; None without any.
+
+    The rows of the keys are those of one owner, or of the gathered tokens of several.
+    """
+    if all(parent == ROOT for parent in shard.parents):
+        return None
+    starts = np.cumsum([0, *_rank_lengths(shard)])
+    paths: list[list[npt.NDArray[np.int64]]] = []  # of each document, the rows of its prefixes and its own
+    queries, keys = [], []
+    for number, (parent, rows) in enumerate(zip(shard.parents, _owned_rows(shard, owners), strict=True)):
+        paths.append([*([] if parent == ROOT else paths[parent]), rows])
+        if parent != ROOT:
+            queries.append(np.arange(starts[number], starts[number + 1]))
+            keys.append(np.concatenate(paths[parent]))
+    varlens = [Varlen.of_lengths(list(map(len, rows)), device) for rows in (queries, keys)]
+    query_rows, key_rows = _join_rows(queries, device), _join_rows(keys, device)
+    return VisibleKeys(query_rows, key_rows, varlens[0], varlens[1], repeats_keys=True)
+
+
+def _owned_rows(shard: SequenceShard, owners: Sequence[int]) -> list[npt.NDArray[np.int64]]:
+    """Return, for each document, the rows of its tokens, without padding, in those of some ring ranks end to end."""
+    ring_size, lengths = shard.split.ring_size, _rank_lengths(shard)
+    starts = np.cumsum([0, *lengths])
+    rows_by_document = []
+    for start, length, num_tokens in zip(starts, lengths, shard.sharded_tokens, strict=False):
+        chunk, rows = length // 2, []
+        for index, owner in enumerate(owners):
+            positions = np.arange(length)  # in the document, of which the owner has a first and a second chunk
+            if ring_size > 1:
+                positions += np.repeat([owner, 2 * ring_size - 2 - owner], chunk) * chunk
+            rows.append(index * starts[-1] + start + np.flatnonzero(positions < num_tokens))
+        rows_by_document.append(np.concatenate(rows))
+    return rows_by_document
+
+
+def _rank_lengths(shard: SequenceShard) -> list[int]:
+    """Return the number of tokens that each ring rank has of each sharded document: two chunks."""
+    return [length // shard.split.ring_size for length in shard.sharded_lengths]
+
+
+def _chunk_rows(shard: SequenceShard, chunk: int) -> list[npt.NDArray[np.int64]]:
+    """Return, for each document, the rows of a chunk in the sharded tokens of all ring ranks laid end to end."""
+    ring_size = shard.split.ring_size
+    lengths = _rank_lengths(shard)
+    is_second_of_owner = chunk >= ring_size
+    owner = 2 * ring_size - 1 - chunk if is_second_of_owner else chunk
+    document_start = owner * sum(lengths)
+    rows = []
+    for length in lengths:
+        chunk_length = length // 2
+        first_row = document_start + chunk_length if is_second_of_owner else document_start
+        rows.append(np.arange(first_row, first_row + chunk_length))
+        document_start += length
+    return rows
+
+
+def _own_rows(shard: SequenceShard, chunk: int, device: torch.device) -> Tensor:
+    """Return, int64, the rows of one of this rank's chunks of all documents in the rank's sharded tokens."""
+    rank_start = shard.split.ring_rank * sum(_rank_lengths(shard))
+    return _join_rows(_chunk_rows(shard, chunk), device) - rank_start
+
+
+def _gathered_keys(shard: SequenceShard, chunks: Sequence[int], device: torch.device) -> tuple[Tensor, Varlen]:
+    """Return the rows of these chunks of every document in the tokens of all ranks, and the tokens per document."""
+    rows_by_chunk = [_chunk_rows(shard, chunk) for chunk in chunks]
+    rows_by_document = [np.concatenate(rows) for rows in zip(*rows_by_chunk, strict=True)]
+    return _join_rows(rows_by_document, device), Varlen.of_lengths([len(rows) for rows in rows_by_document], device)
+
+
+def _join_rows(rows: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
+    no_rows = np.zeros(0, np.int64)  # for a shard without sharded documents
+    return torch.from_numpy(np.concatenate([no_rows, *rows])).to(device)

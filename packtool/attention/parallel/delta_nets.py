@@ -69,9 +69,18 @@ def _run_in_document_order(
 ) -> Tensor:
     """Run a forward on all ranks' tokens, (T, 1, C) rank by rank; return its output, (T, 1, C'), in the same order."""
     row_of_token, token_of_row = _token_order(shard, inputs.device)
-    documents = Varlen.of_lengths(shard.sharded_lengths, inputs.device)
-    outputs = run(forward, inputs[row_of_token].transpose(0, 1), documents)
-    return outputs[0, token_of_row].unsqueeze(1)
+    if not shard.parents:
+        documents = Varlen.of_lengths(shard.sharded_lengths, inputs.device)
+        outputs = run(forward, inputs[row_of_token].transpose(0, 1), documents)
+        return outputs[0, token_of_row].unsqueeze(1)
+    # Other documents continue the state at the last token of a prefix, without its padding.
+    sizes = zip(shard.sharded_lengths, shard.sharded_tokens, strict=True)
+    is_token = np.concatenate([np.arange(length) < num_tokens for length, num_tokens in sizes])
+    rows = row_of_token[torch.from_numpy(is_token).to(inputs.device)]
+    documents = Varlen.of_lengths(shard.sharded_tokens, inputs.device)
+    outputs = run(forward, inputs[rows].transpose(0, 1), documents)
+    all_outputs = outputs.new_zeros((len(row_of_token), 1, outputs.shape[-1]))
+    return all_outputs.index_copy(0, rows, outputs.transpose(0, 1))
 
 
 def _channels_by_rank(net: Any, projections: Sequence[Tensor], num_ranks: int) -> Tensor:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import Batch, TreeBatch
+from packtool.batch.batch import Batch, TreeTargets
 from packtool.batch.media_cache import MediaReads
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.settings import load_json
@@ -123,7 +123,7 @@ class Meter:
         self._num_computed_tokens += batch.input_ids.numel()
         self._num_padding_tokens += batch.num_padding
         figures = _target_figures(losses, batch)  # (4, targets)
-        if isinstance(batch, TreeBatch):
+        if isinstance(batch, TreeTargets):
             # A target in a shared prefix counts for every sample in which it has a label: (4, channels, targets).
             sums = (figures[:, None, :] * batch.target_counts).sum(dim=2)
         elif self._by_channel:
@@ -241,7 +241,7 @@ class SampleLosses:
         skipped = {sample.sample for sample in batch.skipped}
         samples = [sample for sample in planned_samples if sample not in skipped]
         target_losses = losses.losses.detach().float()
-        if isinstance(batch, TreeBatch):
+        if isinstance(batch, TreeTargets):
             sample_numbers, targets = batch.sample_targets
             target_losses = target_losses[targets]
         else:
@@ -263,7 +263,7 @@ def _target_figures(losses: TargetLosses, batch: Batch) -> Tensor:
     """Return a row for each field of ``_TargetSums``, and a column for each target of a micro-batch, (4, targets)."""
     target_losses = losses.losses.detach()
     # A target in a shared prefix belongs to several samples, and its weight is the sum of their weights.
-    num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
+    num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeTargets) else 1
     deviations = torch.zeros_like(target_losses) if losses.weights is None else losses.weights - num_samples
     is_correct = losses.correct.to(target_losses.dtype)
     return torch.stack((target_losses, torch.ones_like(target_losses), is_correct, deviations.abs()))

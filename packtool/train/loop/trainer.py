@@ -29,7 +29,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.training_args import OptimizerNames
 
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeBatch
+from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeTargets
 from packtool.cache.evaluation_file import plain_json
 from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.loop.checks import refuse_adam_mini, refused_by_transformers
@@ -89,7 +89,7 @@ def sample_lengths(batch: Batch) -> Tensor:
     if isinstance(batch, PaddedBatch):
         return batch.attention_mask.sum(1, keepdim=True).clamp(min=1).float().expand(batch.input_ids.shape)
     assert isinstance(batch, (PackedBatch, ShardedBatch))
-    assert not isinstance(batch, TreeBatch), "a shared prefix belongs to samples of several lengths"
+    assert not isinstance(batch, TreeTargets), "a shared prefix belongs to samples of several lengths"
     positions = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
     lengths = torch.tensor([*batch.lengths, 1], device=positions.device, dtype=torch.float32)
     return lengths[batch.documents_of(positions).clamp(max=len(batch.lengths))].view(batch.input_ids.shape)

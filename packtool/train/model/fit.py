@@ -43,6 +43,7 @@ from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import (
     RankTokens,
     assign_media,
+    media_added,
     media_of_caches,
     peak_memory_batches,
     tokens_per_micro_batch,
@@ -388,7 +389,7 @@ class Fit:
         """Plan the first epoch as training does, and assign its media to the ``size`` ranks that share a pack.
 
         Packs do not depend on the number of ranks, so they are made once per packing length, and once more with
-        sequence parallelism, where prefixes are not shared.
+        sequence parallelism, where models with sliding windows share no prefixes.
         """
         shape = BatchShape.of(self.base, self.config.world_size // size)
         key = packing_length, size > 1
@@ -401,7 +402,8 @@ class Fit:
             inputs = dataclasses.replace(self.inputs, config=config, options=options).prepared()
             plan = inputs.plan_of(0, shape)
             self._first_plans[key] = inputs, plan
-        return _Planned(plan, inputs, assign_media(self._media, self.files.config, plan, size))
+        media = media_added(self._media, inputs, plan)
+        return _Planned(plan, inputs, assign_media(media, self.files.config, plan, size))
 
     def _make_model(self, has_deepspeed: bool) -> nn.Module:
         """Return the model without weights, in the precisions of a run; DeepSpeed keeps float32 copies of its own."""

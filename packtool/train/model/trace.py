@@ -11,6 +11,7 @@ output and the log-sum-exp (lse).
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -213,7 +215,16 @@ def _traced_shard(tokens: RankTokens, axes: Axes, num_tokens: int) -> SequenceSh
     rank = 0 if axes.kv_exchange == "allgather" else num_ranks - 1
     split = SequenceSplit(axes.ring_size, axes.ulysses_size, rank)
     routes = _routes_to_one_rank(tokens, num_ranks)
-    return SequenceShard(split, local_lengths=(), sharded_lengths=(num_tokens * num_ranks,), routes=routes)
+    total = num_tokens * num_ranks
+    prefix = total // 2 // split.multiple * split.multiple
+    num_repeated = tokens.keys - total  # keys of prefixes that documents continue
+    if num_repeated <= 0 or not prefix:
+        return SequenceShard(split, local_lengths=(), sharded_lengths=(total,), routes=routes)
+    # As many documents continue a prefix of half of the tokens as there are repeated keys.
+    units = (total - prefix) // split.multiple
+    branches = np.array_split(np.full(units, split.multiple), min(math.ceil(num_repeated / prefix), units))
+    lengths = (prefix, *(int(branch.sum()) for branch in branches))
+    return SequenceShard(split, (), lengths, routes, (ROOT, *[0] * len(branches)), lengths)
 
 
 def _routes_to_one_rank(tokens: RankTokens, num_ranks: int) -> dict[str, FeatureRoute]:

@@ -38,14 +38,16 @@ class Validation:
 
 def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None:
     """Plan the evaluation of the val split between steps; None with ``--eval-strategy no``."""
-    (config, _, reader), choices = inputs.for_training, inputs.target_choices
+    (config, files, reader), choices = inputs.for_training, inputs.target_choices
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
-    shared, _ = find_shared_prefixes(config, val, capacity=plan.max_tokens, limit=len(plan.lengths))
-    if shared is not None:
-        plan = dataclasses.replace(plan, trees=shared.trees)
+    if config.sequence_parallel_ranks == 1:
+        capacity, limit = plan.max_tokens, len(plan.lengths)
+        shared, _ = find_shared_prefixes(config, files.config, val, capacity=capacity, limit=limit)
+        if shared is not None:
+            plan = dataclasses.replace(plan, trees=shared.trees)
     return Validation(val, RelabeledReader(val, choices) if any(choices) else val, plan)
 
 
@@ -76,7 +78,8 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
-    prefixes, message = find_shared_prefixes(config, reader, capacity=plan.max_tokens, limit=len(plan.lengths))
+    capacity, limit = plan.max_tokens, len(plan.lengths)
+    prefixes, message = find_shared_prefixes(config, files.config, reader, capacity=capacity, limit=limit)
     if prefixes is not None:
         plan = dataclasses.replace(plan, trees=prefixes.trees)
         message = prefixes.line(cost_of(files.config, ALL_WEIGHTS))

@@ -294,6 +294,16 @@ def media_of_caches(index: SplitIndex, model: Mapping[str, Any]) -> Media:
     return media.with_sounds(index.audio_tokens, index.num_audios, index.num_videos)
 
 
+def media_added(media: Media, inputs: Inputs, plan: EpochPlan) -> Media:
+    """The media of all samples without those of shared prefixes; each medium is scaled to the share that is left."""
+    shared, reader = inputs.shared_in(plan.packs), inputs.reader
+    if shared is None or reader is None:
+        return media
+    scale = (shared.media_tokens / np.maximum(reader.index.media_tokens, 1))[media.samples]
+    tokens, squares, sounds = (scale * values for values in (media.tokens, media.squares, media.sounds))
+    return dataclasses.replace(media, tokens=tokens, squares=squares, sounds=sounds)
+
+
 def assign_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
     """Assign the media of an epoch to the ``size`` ranks that share a sequence, by the FLOPs of the towers."""
     work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares, media.sounds)
@@ -316,7 +326,8 @@ def peak_memory_batches(
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
         if shares is None:
-            shares = assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, num_ranks)
+            media_of_plan = media_added(media_of_caches(reader.index, inputs.model), inputs, plan)
+            shares = assign_media(media_of_plan, inputs.model, plan, num_ranks)
         media = _with_encoded_maxima(media, shares)
     return longest_micro_batches(config, inputs.model, media)
 

@@ -135,12 +135,12 @@ class Inputs:
 
     def _with_drawn_prefixes(self, reader: CacheReader) -> Inputs:
         """Decide on sharing by the first epochs of all stages."""
-        candidate = SharedPrefixes.undrawn(self.config, reader)
+        candidate = SharedPrefixes.undrawn(self.config, self.model, reader)
         if candidate is None:
             return self
         stages = [dataclasses.replace(stage, shared=candidate) for stage in self.stages or (self,)]
         first_epochs = [candidate.in_packs(stage._first_groups()) for stage in stages]
-        shared, no_sharing_reason = decide_sharing(self.config, first_epochs)
+        shared, no_sharing_reason = decide_sharing(self.config, self.model, first_epochs)
         stages = [dataclasses.replace(stage, shared=shared) for stage in self.stages]
         return dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, stages=tuple(stages))
 
@@ -161,6 +161,7 @@ class Inputs:
         """Find the prefixes to share; None, possibly with the reason, if every sample is computed in full."""
         shared, no_sharing_reason = find_shared_prefixes(
             self.config,
+            self.model,
             reader,
             capacity=self.options.packing_length,
             max_length=self.options.max_length,

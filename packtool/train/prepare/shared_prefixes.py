@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.attention.parallel.axes import Heads
 from packtool.cache.index import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.packing import SharingOptions
@@ -16,7 +17,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
 from packtool.encode.media_spans import MediaTokens
-from packtool.errors import MismatchError
+from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.planning.cost import CostModel
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.prefix_trees import (
@@ -56,9 +57,9 @@ class SharedPrefixes:
     trees: PrefixTrees
 
     @classmethod
-    def undrawn(cls, config: SharingOptions, reader: CacheReader) -> SharedPrefixes | None:
+    def undrawn(cls, config: SharingOptions, model: Mapping[str, Any], reader: CacheReader) -> SharedPrefixes | None:
         """Prefixes for epochs that each draw their samples, without trees; None if they cannot be shared."""
-        if config.share_prefix == "false" or config.sharing_conflicts:
+        if config.share_prefix == "false" or conflicts_of_sharing(config, model):
             return None
         recorded = _prefixes(reader, is_required=config.share_prefix == "true")
         if recorded is None:
@@ -160,6 +161,7 @@ class SharedPrefixes:
 
 def find_shared_prefixes(
     config: SharingOptions,
+    model: Mapping[str, Any],
     reader: CacheReader,
     *,
     capacity: int,
@@ -171,6 +173,7 @@ def find_shared_prefixes(
     """Find the prefixes that samples share, by ``--share-prefix``; and a message if they could share more.
 
     Args:
+        model: its ``config.json``.
         capacity: maximum tokens of a pack.
         max_length: longer samples are left out.
         max_samples, max_media_tokens: of a tree.
@@ -195,14 +198,14 @@ def find_shared_prefixes(
         media_tokens=(reader.index.media_tokens[: len(lengths)], recorded.prefixes.media_tokens[:num_prefixes]),
         max_media_tokens=max_media_tokens,
     )
-    return decide_sharing(config, [SharedPrefixes(reader.index, recorded, trees)])
+    return decide_sharing(config, model, [SharedPrefixes(reader.index, recorded, trees)])
 
 
 def decide_sharing(
-    config: SharingOptions, epochs: Sequence[SharedPrefixes]
+    config: SharingOptions, model: Mapping[str, Any], epochs: Sequence[SharedPrefixes]
 ) -> tuple[SharedPrefixes | None, str | None]:
     """Return the prefixes of the first epoch if sharing those of all ``epochs`` is worth it, and a message if not."""
-    is_required, conflicts = config.share_prefix == "true", config.sharing_conflicts
+    is_required, conflicts = config.share_prefix == "true", conflicts_of_sharing(config, model)
     num_shared = sum(each.trees.num_shared_tokens for each in epochs)
     if not num_shared:
         message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
@@ -222,11 +225,23 @@ def decide_sharing(
     )
 
 
+def conflicts_of_sharing(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
+    """Options that exclude shared prefixes, also for the model; UnsupportedModelError if they are required for that."""
+    conflicts = list(config.sharing_conflicts)
+    if getattr(config, "sequence_parallel_ranks", 1) > 1 and Heads.of_config(model).has_windows:
+        conflict = "--sequence-parallel-size for a model with sliding windows, which would cut prefixes"
+        if config.share_prefix == "true":
+            problem = f"--share-prefix true cannot be combined with {conflict}"
+            raise UnsupportedModelError(problem, "Leave one of them out.")
+        conflicts.append(conflict)
+    return conflicts
+
+
 def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[IntervalSharing | None, str | None]:
     """Prefix sharing of a stream, by ``--share-prefix``; if an option or the model prevents it, None and a message."""
     if config.share_prefix == "false":
         return None, None
-    if conflicts := config.sharing_conflicts:
+    if conflicts := conflicts_of_sharing(config, model):
         return None, f"shared prefixes: each sample is computed in full: that cannot be combined with {conflicts[0]}"
     min_saving = 0.0 if config.share_prefix == "true" else MIN_SAVING
     limits = config.max_rows_per_tree, config.max_media_tokens_per_pack

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import original_attention
 from packtool.attention.support import refuse_leaky_inputs
-from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
+from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeTargets
 from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.collate_shard import collate_shard, with_rank_media
 from packtool.batch.dataset import sample_media_error
@@ -106,7 +106,7 @@ class PackUnderTest:
         With shared prefixes, a node is a prefix that several samples share, or the tokens that one sample adds to a
         prefix. Without, each is a sample.
         """
-        if isinstance(self.batch, TreeBatch) and self.min_shared is not None:
+        if isinstance(self.batch, TreeTargets) and self.min_shared is not None:
             return find_tree(self.samples, self.spec, min_shared=self.min_shared)
         return [Node((number,), 0, length, ROOT) for number, length in enumerate(self.lengths)]
 
@@ -123,13 +123,13 @@ class PackUnderTest:
         return placement
 
     def _collate(self) -> PackedBatch | ShardedBatch:
-        """Collate the samples as one pack; a ``TreeBatch`` if some of them share a prefix."""
+        """Collate the samples as one pack, with prefixes computed once if some of them share any."""
+        if self.parallel is not None:
+            split, min_shared = self.parallel.split, self.min_shared
+            return collate_shard(self.samples, self.spec, split, self.placement, min_shared=min_shared)
         if self.min_shared is not None:
-            assert self.parallel is None, "sequences that are split over ranks have no shared prefixes"
             return collate_tree(self.samples, self.spec, min_shared=self.min_shared)
-        if self.parallel is None:
-            return collate_packs(self.samples, self.spec)
-        return collate_shard(self.samples, self.spec, self.parallel.split, self.placement)
+        return collate_packs(self.samples, self.spec)
 
     @property
     def is_tree(self) -> bool:
@@ -250,10 +250,12 @@ class PackUnderTest:
         local_tokens = tokens.to(ids.device)[self.batch.index]
         ids[0] = torch.where(local_tokens == _UNCHANGED, ids[0], local_tokens)
         slices: Sequence[EncodedSample] = self.samples
-        if self.parallel is not None:
-            slices = with_rank_media(slices, self.placement, self.spec, self.parallel.split)
-        elif self.min_shared is not None:
+        placement = self.placement
+        if self.min_shared is not None:
             slices = [slice_sample(slices[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
+            placement = [SHARDED] * len(slices) if self.is_tree else placement
+        if self.parallel is not None:
+            slices = with_rank_media(slices, placement, self.spec, self.parallel.split)
         media = self._negate_media(self.batch.media, slices, number)
         return dataclasses.replace(self.batch, input_ids=ids, media=media)
 

@@ -165,7 +165,7 @@ def _plan_packs(
 ) -> tuple[list[list[int]], bool]:
     """Choose the packs to check; return the samples of each, and whether they may share prefixes."""
     capacity = _capacity(config, reader)
-    shared, warning = find_shared_prefixes(config, reader, capacity=capacity, max_length=capacity)
+    shared, warning = find_shared_prefixes(config, files.config, reader, capacity=capacity, max_length=capacity)
     if warning is not None:
         progress.note(warning)
     if shared is None:

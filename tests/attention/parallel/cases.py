@@ -21,7 +21,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.shard import SequenceShard, assign_tokens
 from packtool.planning.skrull import SHARDED
 from tests.attention.hybrids import HYBRIDS
-from tests.attention.parallel.shared_model import Found, Setting, check_model
+from tests.attention.parallel.shared_model import Found, Setting, check_model, tree_errors
 from tests.batch.reduced import VISION_MODELS
 
 MESHES = {
@@ -76,6 +76,16 @@ MODELS = {
 }
 
 
+TREES = {
+    2: [
+        *product(("qwen3_vl", "qwen3_5"), ("ring-2", "allgather-2", "ulysses-2")),
+        ("qwen2_5_vl", "ring-2"),
+        ("qwen3_next", "ring-2"),
+    ],
+    4: [("qwen3_vl", "ring-2-ulysses-2"), ("qwen3_5", "allgather-2-ulysses-2"), ("qwen3", "ring-4")],
+}
+
+
 def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | None]]:
     """(mesh, sequence, heads, blocks, window) that so many processes run."""
     names = CHOSEN[world_size]
@@ -98,11 +108,16 @@ def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | N
     return all_cases
 
 
-def find_errors(models: dict[str, tuple[Setting, Found]], result: Path) -> None:
+def find_errors(
+    models: dict[str, tuple[Setting, Found]],
+    trees: dict[str, tuple[Setting, tuple[float, dict[str, Tensor]]]],
+    result: Path,
+) -> None:
     """Run every case; rank 0 writes a JSON file.
 
     Args:
         models: by name, with what each gives alone.
+        trees: the same of models with samples that share prefixes.
     """
     dist.init_process_group("gloo")
     size = dist.get_world_size()
@@ -115,6 +130,8 @@ def find_errors(models: dict[str, tuple[Setting, Found]], result: Path) -> None:
         errors[f"{mesh}, {sequence}, {heads}, {blocks}, {window}"] = worst.tolist()
     for name, mesh in MODELS[size]:
         errors[f"{name}, {mesh}"] = check_model(*models[name], meshes[mesh])
+    for name, mesh in TREES[size]:
+        errors[f"tree of {name}, {mesh}"] = tree_errors(*trees[name], meshes[mesh])
     if dist.get_rank() == 0:
         result.write_text(json.dumps(errors))
 

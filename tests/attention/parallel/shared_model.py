@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
-from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
+from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, ShardedTreeBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.spec import InputSpec
@@ -27,6 +27,7 @@ from tests.batch.reduced import (
     TEXT_MODELS,
     make_sample,
     mixed_samples,
+    prefix_samples,
     reduced_limits,
     reduced_model,
     reduced_spec,
@@ -89,6 +90,44 @@ def check_setting(
         max(_difference(its_gradients[key], gradients[key]) for key in gradients),
         max(_difference(moved[i], other[i]) for i in range(len(samples)) if i != 2),
     ]
+
+
+def tree_setting(name: str, directory: Path) -> Setting:
+    """The model of ``make_setting`` in float64, with samples that share prefixes at two levels."""
+    spec, model, _ = make_setting(name, directory)
+    return spec, model.double(), prefix_samples(reduced_limits(spec.config))
+
+
+def gradients_of(setting: Setting, parallel: SequenceParallel | None = None) -> tuple[float, dict[str, Tensor]]:
+    """The sum of losses and the gradients of parameters: of each sample alone, or of their tree on several ranks."""
+    spec, model, samples = setting
+    set_attention(model, "auto", parallel)
+    model.zero_grad(set_to_none=True)
+    batches: list[Batch] = []
+    if parallel is None:
+        batches += [collate_packs([sample], spec) for sample in samples]
+    else:
+        batch = collate_shard(samples, spec, parallel.split, min_shared=1, pad_to_multiple_of=5)
+        assert isinstance(batch, ShardedTreeBatch)
+        assert batch.shard.sharded_lengths != batch.shard.sharded_tokens or parallel.split.ring_size == 1
+        batches.append(batch)
+    takes_logits = takes_logits_to_keep(model)
+    losses = [target_losses(model, each, label_logits_only=takes_logits).weighted_sum() for each in batches]
+    torch.autograd.backward(losses)
+    total = torch.stack([loss.detach() for loss in losses]).sum()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if parallel is not None:
+        for tensor in (total, *gradients.values()):
+            dist.all_reduce(tensor, group=parallel.group)
+    return float(total), gradients
+
+
+def tree_errors(setting: Setting, expected: tuple[float, dict[str, Tensor]], parallel: SequenceParallel) -> list[float]:
+    """Largest differences of the loss and the gradients of a tree that ranks share from those of its samples alone."""
+    loss, gradients = gradients_of(setting, parallel)
+    assert gradients.keys() == expected[1].keys()
+    differences = [_difference(gradients[name], expected[1][name]) for name in gradients]
+    return [abs(loss - expected[0]) / max(abs(expected[0]), 1.0), max(differences)]
 
 
 def _reduced(name: str, directory: str) -> Setting:

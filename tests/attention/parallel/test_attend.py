@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from tests.attention.parallel.cases import MODELS, cases, find_errors
-from tests.attention.parallel.shared_model import forward_alone, make_setting
+from tests.attention.parallel.cases import MODELS, TREES, cases, find_errors
+from tests.attention.parallel.shared_model import forward_alone, gradients_of, make_setting, tree_setting
 from tests.forked import run_ranks
 
 TOLERANCES = {"cpu_flash": 2e-6, "math": 2e-6, "float64": 1e-13, "bfloat16": 1e-2}
@@ -23,7 +23,10 @@ def largest_errors(
     scratch = tmp_path_factory.mktemp("shared")
     settings = {name: make_setting(name, scratch) for name in dict(MODELS[request.param])}
     models = {name: (setting, forward_alone(setting)) for name, setting in settings.items()}
-    run_ranks(request.param, find_errors, models, scratch / "errors.json", scratch=scratch)
+    (scratch / "trees").mkdir()
+    tree_settings = {name: tree_setting(name, scratch / "trees") for name in dict(TREES[request.param])}
+    trees = {name: (setting, gradients_of(setting)) for name, setting in tree_settings.items()}
+    run_ranks(request.param, find_errors, models, trees, scratch / "errors.json", scratch=scratch)
     return request.param, json.loads((scratch / "errors.json").read_text())
 
 
@@ -42,3 +45,10 @@ def test_models_equal_one_process(largest_errors: tuple[int, dict[str, list[floa
         logits, loss, gradients, moved = errors[f"{name}, {mesh}"]
         assert max(logits, loss, gradients) < 2e-6, (name, mesh)
         assert moved == 0, (name, mesh)
+
+
+def test_trees_equal_their_samples_alone(largest_errors: tuple[int, dict[str, list[float]]]) -> None:
+    """Loss and all parameters' gradients, in float64 but for what transformers computes in float32."""
+    size, errors = largest_errors
+    for name, mesh in TREES[size]:
+        assert max(errors[f"tree of {name}, {mesh}"]) < 2e-6, (name, mesh)

@@ -199,7 +199,7 @@ def test_samples_with_shared_prefixes_have_the_same_scores_as_alone(
     reader = alike_case.reader
     samples = WithGaps(reader) if has_gaps else reader
     plan = plan_of_samples(reader, World(), max_tokens=400)
-    shared, _ = find_shared_prefixes(tiny.config("unused"), reader, capacity=400)
+    shared, _ = find_shared_prefixes(tiny.config("unused"), alike_case.spec.config.to_dict(), reader, capacity=400)
     assert shared is not None
     model = case.load()
     rows: list[int] = []

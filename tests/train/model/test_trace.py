@@ -119,6 +119,21 @@ def test_shared_sequences_are_traced(tmp_path: Path) -> None:
         assert traced.peak == pytest.approx(peak, abs=integers)
 
 
+@pytest.mark.parametrize("kind", SHARED)
+def test_prefixes_of_shared_sequences_are_traced(kind: str) -> None:
+    """Each layer copies the keys of prefixes for the documents that continue them, and keeps none of the copies."""
+    tokens = RankTokens(computed=160)
+    plain = traced_bytes(reduced_config("qwen3"), tokens=tokens, axes=SHARED[kind])
+    peaks = [plain.peak]
+    for num_keys in (1500, 3000):
+        tree = dataclasses.replace(tokens, keys=num_keys)
+        traced = traced_bytes(reduced_config("qwen3"), tokens=tree, axes=SHARED[kind])
+        assert traced.kept == pytest.approx(plain.kept, rel=0.02)
+        peaks.append(traced.peak)
+    assert peaks == sorted(set(peaks))
+    traced_bytes(hybrid_config("qwen3_5"), tokens=dataclasses.replace(tokens, keys=700), axes=SHARED[kind])
+
+
 def test_sounds_of_shared_sequences_are_traced(drawn_data: Path, tmp_path: Path) -> None:
     """A rank may hear more than it holds the tokens of, or nothing."""
     config = config_of("qwen2.5-omni", drawn_data, tmp_path)

@@ -23,7 +23,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
-from packtool.errors import ConfigError, MismatchError, PacktoolError
+from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.report.inspect import pack_figures, pack_lines
 from packtool.report.plan import plan_lines
@@ -34,6 +34,7 @@ from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview
 from packtool.train.prepare.run import Run
+from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from scripts._flop_counter import flop_counter
 from tests.train.alike import NUM_TREES, QUESTIONS, alike_rows, make_alike_world
 from tests.train.tiny import TinyWorld, export_rows
@@ -176,7 +177,6 @@ def test_max_rows_per_tree_limits_trees(alike_world: TinyWorld, tmp_path: Path) 
         ({"packing": False, "dynamic_batch_tokens": 300}, "--dynamic-batch-tokens"),
         ({"schedule": "skrull", "bucket_size": "512"}, "--schedule skrull"),
         ({"max_samples_per_pack": 3}, "--max-samples-per-pack"),
-        ({"sequence_parallel_size": 2}, "sequence parallelism"),
         ({"neftune_noise_alpha": 5.0}, "--neftune-noise-alpha"),
     ],
 )
@@ -186,15 +186,27 @@ def test_options_that_exclude_shared_prefixes(
     """Asked for, it is refused; else a run says what it could have saved, and one that could not save says nothing."""
     problems = alike_world.config(tmp_path, share_prefix="true", **settings).problems()
     assert any("--share-prefix true cannot be combined with" in problem and named in problem for problem in problems)
-    world = World(0, 2).shared_by(2) if "sequence_parallel_size" in settings else World()
     for each, num_notes in ((alike_world, 1), (tiny, 0)):
         config = each.config(tmp_path, **settings)
         assert not config.problems()
-        run = Run.of(config, world)
+        run = Run.of(config, World())
         notes = [note for note in run.notes if "could be saved" in note]
         assert len(notes) == num_notes
         assert all(named in note for note in notes)
         assert run.source.min_shared is None
+
+
+def test_sequence_parallelism_shares_prefixes_without_sliding_windows(alike_world: TinyWorld, tmp_path: Path) -> None:
+    config = alike_world.config(tmp_path, sequence_parallel_size=2)
+    run = Run.of(config, World(0, 2).shared_by(2))
+    assert run.source.min_shared == MIN_SHARED
+    windows = {"num_attention_heads": 4, "sliding_window": 64, "use_sliding_window": True}
+    shared, note = find_shared_prefixes(config, windows, run.source.reader, capacity=256)
+    assert shared is None
+    assert note is not None
+    assert "sliding windows, which would cut prefixes" in note
+    with pytest.raises(UnsupportedModelError, match="sliding windows"):
+        find_shared_prefixes(dataclasses.replace(config, share_prefix="true"), windows, run.source.reader, capacity=256)
 
 
 def test_other_contradictions(alike_world: TinyWorld, tmp_path: Path) -> None:
