@@ -27,7 +27,6 @@ from packtool.cache.shard import (
     OLD_PREFIX,
     PREFIX,
     arrow_bytes,
-    atomic_file,
     index_batch,
     index_columns,
 )
@@ -46,6 +45,7 @@ from packtool.rows.read import scan_sources
 from packtool.rows.sample import unexpected_note
 from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of, unread_splits
+from packtool.storage import AtomicFile
 
 _NUM_CHECKED = 8  # sources whose first rows are checked before the work begins
 _CHUNK_BYTES = 4 * 2**20
@@ -343,7 +343,7 @@ class _Export:
                     if recreated_sha256.get(file) != shard.sha256:
                         raise _differs_error(directory, file)
                     target_path = storage.join(directory, file)
-                    with storage.open_read(storage.join(scratch, file)) as source, atomic_file(target_path) as target:
+                    with storage.open_read(storage.join(scratch, file)) as source, AtomicFile(target_path) as target:
                         shutil.copyfileobj(source, target, _CHUNK_BYTES)
                 if f"{split}/{INDEX_NAME}" in damaged:
                     _rebuild_index(directory, manifest, split)

@@ -40,7 +40,6 @@ from packtool.cache.shard import (
     INDEX,
     PREFIX,
     PREFIXES,
-    atomic_file,
     dataset_info,
     dataset_state,
     with_added_columns,
@@ -537,7 +536,7 @@ def _with_cache_channels(batch: pa.RecordBatch, names: list[str], positions: Map
 
 def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
     """Write ``dropped.jsonl``: the tasks' parts, each followed by its rows that were dropped after the task."""
-    with atomic_file(storage.join(directory, DROPPED_NAME)) as file:
+    with storage.AtomicFile(storage.join(directory, DROPPED_NAME)) as file:
         for result in results:
             if result.dropped_sha256:
                 file.write(_read_task_file(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256))

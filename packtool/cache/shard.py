@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -163,18 +161,6 @@ def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
     return json.dumps(state, indent=1).encode()
 
 
-@contextmanager
-def atomic_file(path: str) -> Iterator[AtomicFile]:
-    """Open a file for writing that appears under its path at the end of the block, and not at all after an error."""
-    file = AtomicFile(path)
-    try:
-        yield file
-        file.commit()
-    except BaseException:
-        file.discard()
-        raise
-
-
 def arrow_bytes(
     batches: Iterable[pa.RecordBatch], schema: pa.Schema, new: Callable[..., pa.RecordBatchWriter] = pa.ipc.new_file
 ) -> bytes:
@@ -188,12 +174,10 @@ def arrow_bytes(
 
 def write_arrow_file(path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> str:
     """Write record batches as one Arrow file and return its SHA-256."""
-    with atomic_file(path) as file:
-        sink = HashingSink(file)
-        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-    return sink.digest.hexdigest()
+    with AtomicFile(path) as file, pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return file.digest.hexdigest()
 
 
 IndexColumns = dict[str, npt.NDArray[np.integer[Any]]]
@@ -209,9 +193,8 @@ class ShardWriter:
 
     def __init__(self, path: str, has_parts: bool = False) -> None:
         self._file = AtomicFile(path)
-        self._sink = HashingSink(self._file)
         self._schema = samples_schema(has_parts)
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), self._schema)
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._file, mode="w"), self._schema)
 
     def write(self, samples: Sequence[EncodedSample]) -> None:
         """Append samples as one record batch."""
@@ -221,41 +204,10 @@ class ShardWriter:
     def close(self) -> tuple[str, FileState]:
         """Finish the file; return its SHA-256, and its size and modification time as the store has them."""
         self._writer.close()
-        return self._sink.digest.hexdigest(), self._file.commit()
+        return self._file.digest.hexdigest(), self._file.commit()
 
     def discard(self) -> None:
         self._file.discard()
-
-
-class HashingSink:
-    """A file object for pyarrow that writes to an ``AtomicFile`` and computes the SHA-256 of the written bytes."""
-
-    closed = False
-
-    def __init__(self, file: AtomicFile) -> None:
-        self._file: AtomicFile | None = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        """Append bytes to the file and to the hash."""
-        view = memoryview(data)
-        self.digest.update(view)
-        if self._file is not None:
-            self._file.write(view)
-        return view.nbytes
-
-    def discard(self) -> None:
-        """Remove the unfinished file, and ignore later writes, as of a writer that is garbage-collected."""
-        if self._file is not None:
-            self._file.discard()
-        self._file = None
-
-    def flush(self) -> None:
-        """Do nothing, because writes are not buffered; pyarrow calls it."""
-
-    def close(self) -> None:
-        """Mark as closed; the owner of the file commits it."""
-        self.closed = True
 
 
 MEDIA_COLUMNS = {"data": "bytes", "num_samples": "samples", "num_features": "features", "num_tokens": "tokens"}

@@ -27,7 +27,7 @@ from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
-from packtool.cache.shard import SAMPLES, HashingSink, embed_media, media_row
+from packtool.cache.shard import SAMPLES, embed_media, media_row
 from packtool.config.plan import PackConfig, PacksFormat
 from packtool.constants import IGNORE_INDEX, PACKS_MANIFEST_NAME, VERSION
 from packtool.encode.encoded import EncodedSample, IntArray, files_of
@@ -171,7 +171,7 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
 
 
 def _write_table(
-    sink: HashingSink,
+    file: AtomicFile,
     packs: Iterable[Pack],
     schema: pa.Schema,
     make_row: Callable[[Pack], dict[str, Any]],
@@ -181,7 +181,7 @@ def _write_table(
 ) -> None:
     """Write an Arrow or Parquet file with a row for each pack; readers load ``group_size`` rows at once."""
     make_writer: Any = pa.ipc.new_stream if is_arrow else partial(pq.ParquetWriter, compression="zstd")
-    writer = make_writer(pa.PythonFile(sink, mode="w"), schema)
+    writer = make_writer(pa.PythonFile(file, mode="w"), schema)
     rows = map(make_row, packs)
     while group := list(islice(rows, group_size)):
         columns = [pa.array([row[field.name] for row in group], field.type) for field in schema]
@@ -189,7 +189,7 @@ def _write_table(
     writer.close()
 
 
-def _write_tar(sink: HashingSink, packs: Iterable[Pack]) -> bytes:
+def _write_tar(file: AtomicFile, packs: Iterable[Pack]) -> bytes:
     """Write a tar file that contains, for each pack, a JSON document and the files of its embedded media.
 
     As in WebDataset, files of one pack have the same name up to the first dot: ``000000007.json``,
@@ -198,7 +198,7 @@ def _write_tar(sink: HashingSink, packs: Iterable[Pack]) -> bytes:
     Returns:
         the index that Megatron Energon reads: offsets of the packs and of the end in the tar file, uint64 each.
     """
-    target: Any = sink
+    target: Any = file
     # Mode "w|" never seeks, as object stores require.
     tar = tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
     offsets = []
@@ -426,24 +426,23 @@ def _write_file(job: _FileJob) -> dict[str, Any]:
     spec = _load_spec(config, reader.manifests[0])
     path = storage.join(config.output_dir, job.name)
     file = AtomicFile(path)  # appears under its path on commit, or is discarded
-    sink = HashingSink(file)
     packs = _read_packs(job, reader, spec)
     try:
         if config.format in ("webdataset", "energon"):
-            index = _write_tar(sink, packs)
+            index = _write_tar(file, packs)
             if config.format == "energon":
                 storage.publish(f"{path}.idx", index)  # before the tar file, which is never without it
         elif config.format == "megatron":
-            _write_table(sink, packs, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
+            _write_table(file, packs, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
         else:
             has_fractional_positions = spec.has_vision and spec.has_audio  # in Omni models
             schema = _schema(has_fractions=has_fractional_positions)
-            _write_table(sink, packs, schema, _row, is_arrow=config.format == "arrow")
+            _write_table(file, packs, schema, _row, is_arrow=config.format == "arrow")
         state = file.commit()
     except BaseException:
-        sink.discard()
+        file.discard()
         raise
-    return {"file": job.name, "packs": len(job.packs), "bytes": state.size, "sha256": sink.digest.hexdigest()}
+    return {"file": job.name, "packs": len(job.packs), "bytes": state.size, "sha256": file.digest.hexdigest()}
 
 
 def _read_packs(job: _FileJob, reader: CacheReader, spec: InputSpec) -> Iterator[Pack]:

@@ -9,12 +9,13 @@ process opens its own connections, also after a fork; threads may share them.
 from __future__ import annotations
 
 import glob as _glob
+import hashlib
 import os
 import re
 from collections.abc import Iterator
 from fnmatch import translate
 from functools import cache
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, Self, cast
 
 from packtool.errors import StorageError
 from packtool.storage.local import Bounds as Bounds
@@ -273,16 +274,48 @@ class AtomicFile:
     """A file that is written in pieces and appears under its path, complete, on ``commit``.
 
     A local file is written under a temporary name beside its path. An object in a bucket is uploaded in parts while it
-    is written, with up to 32 MiB in memory and no copy on disk.
+    is written, with up to 32 MiB in memory and no copy on disk. As a context manager it commits at the end of the
+    block, and discards the file after an error. pyarrow can write to it (``pa.PythonFile``).
+
+    Attributes:
+        digest: SHA-256 of the written bytes.
     """
+
+    closed = False
 
     def __init__(self, path: str) -> None:
         store, path = _writable(path)
         self._writer = store.writer(path)
+        self._is_discarded = False
+        self.digest = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            self.discard()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.discard()
+            raise
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes; return their number."""
-        return self._writer.write(data)
+        """Append bytes; return their number. After ``discard`` they are ignored, as of a garbage-collected writer."""
+        view = memoryview(data)
+        self.digest.update(view)
+        if not self._is_discarded:
+            self._writer.write(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Do nothing: pyarrow calls it."""
+
+    def close(self) -> None:
+        """Mark as closed, without publishing the file: pyarrow calls it."""
+        self.closed = True
 
     def commit(self) -> FileState:
         """Publish the file, durably; return its size and version, as ``stat`` would."""
@@ -290,4 +323,5 @@ class AtomicFile:
 
     def discard(self) -> None:
         """Remove the unfinished file; never raises."""
+        self._is_discarded = True
         self._writer.discard()
