@@ -107,14 +107,13 @@ class ControlEscaper:
 
     def split_media(self, string: str) -> list[dict[str, str]]:
         """Return the texts and media of a text whose marks ``escape_media`` has replaced, as some templates need it."""
-        parts: list[dict[str, str]] = []
-        start = 0
-        for i, char in enumerate(string if self._kinds else ""):
-            if char in self._kinds:
-                parts += [{"type": "text", "text": string[start:i]}] if start < i else []
-                parts.append({"type": self._kinds[char]})
-                start = i + 1
-        return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
+        pieces = re.split(f"([{''.join(self._kinds)}])", string) if self._kinds else [string]
+        parts = [
+            {"type": self._kinds[piece]} if piece in self._kinds else {"type": "text", "text": piece}
+            for piece in pieces
+            if piece
+        ]
+        return parts or [{"type": "text", "text": ""}]
 
     def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Chunk]:
         """Split a rendered conversation at its control tokens; ``placeholders``: kinds of media by their tokens."""

@@ -173,7 +173,7 @@ def _decode_frames(
     measured number of frames of the video or its clip, H and W.
 
     Return the frames, uint8 (T, H, W, 3), and the numbers of missing frames. The frames are None if the file has none
-    of them, or if the reader cannot number them.
+    of them. MediaProblem if the file cannot be decoded, or the reader cannot number its frames.
     """
     pixels: npt.NDArray[np.uint8] | None = None
     missing = set(numbers)
@@ -183,14 +183,11 @@ def _decode_frames(
     converter = VideoReformatter()  # creating it takes longer than converting a frame
     with open_container(ref) as container:
         stream = _video_stream(container, ref)
-        try:
-            for number, frame in frame_reader(container, stream, numbers, num_frames):
-                if pixels is None:
-                    pixels = _empty_pixels(ref, len(numbers), frame, shape)
-                pixels[row_by_number[number]] = _to_rgb(frame, pixels.shape[1:3], converter)
-                missing.remove(number)
-        except FrameNumbersUnknown:
-            return None, list(numbers)
+        for number, frame in frame_reader(container, stream, numbers, num_frames):
+            if pixels is None:
+                pixels = _empty_pixels(ref, len(numbers), frame, shape)
+            pixels[row_by_number[number]] = _to_rgb(frame, pixels.shape[1:3], converter)
+            missing.remove(number)
     return pixels, sorted(missing)
 
 

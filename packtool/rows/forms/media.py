@@ -75,8 +75,7 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
     media: dict[MediaKind, tuple[MediaRef, ...]] = {}
     for kind in MEDIA_KINDS:
         name = f"{kind}s"
-        value = fields.get(name)
-        column_refs = () if value is None else _refs_of_column(fields, name, kind, inline.source)
+        column_refs = _refs_of_column(fields, name, kind, inline.source)
         message_refs = inline.refs.get(kind)
         if column_refs and message_refs:
             detail = f"the messages contain {len(message_refs)} {kind}s and {name!r} {len(column_refs)} more"
@@ -90,7 +89,7 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
 
 
 def _refs_of_column(fields: Fields, name: str, kind: MediaKind, source: Source) -> tuple[MediaRef, ...]:
-    """Read the media in the column ``name`` of a row: one medium, or a list of media."""
+    """Read the media in the column ``name`` of a row: one medium, a list of media, or none."""
     value = fields.get(name)
     if isinstance(value, str) and value.lstrip().startswith("["):  # a list as JSON text
         value = fields.parsed(name)
