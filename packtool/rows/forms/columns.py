@@ -187,11 +187,11 @@ class Columns:
         return name in self._keys
 
     def find(self, name: str, as_name: str | None = None) -> str | None:
-        """Return the file's name of column ``name``, by the user or by its usual names; None if there is none.
+        """Find the file's column with the values of ``name``: the one that the user named, or one with a usual name.
 
-        The name is stored in ``columns`` under ``as_name``, by default ``name``: packtool's column from which the form
-        reads the values. If the user named that one but not ``name``, its name is returned.
-        DataError if several columns have a usual name of ``name``, and none ``name`` itself.
+        The form reads these values as its column ``as_name`` (by default ``name``), so the file's column is stored in
+        ``columns`` under ``as_name``. A column that the user named ``as_name`` comes before usual names of ``name``.
+        Return the file's column, None if there is none. DataError if several columns have usual names of ``name``.
         """
         stored_name = as_name or name
         if name in self.columns:

@@ -100,8 +100,8 @@ def _check_padding(kept: _Bools, starts: _Ints) -> None:
 def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
     """Return masks of the first token of each sample, bool (L,), by the names of the columns that determine them.
 
-    Empty if the row is not a pack. ``mask`` is ``attention_mask``, int64 (L,), which may number the samples of a pack;
-    ``kept`` is true for tokens that are not padding, bool (L,).
+    The name is "" if the row is not a pack, but a single sample. ``mask`` is ``attention_mask``, int64 (L,), which may
+    number the samples of a pack; ``kept`` is true for tokens that are not padding, bool (L,).
     """
     length = len(kept)
     boundaries: dict[str, _Bools] = {}
@@ -118,6 +118,7 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
         boundaries["position_ids"] = _mask_at(restarts, length)
     if not boundaries:
         _refuse_unsupported_boundaries(fields)
+        boundaries[""] = _mask_at(kept_indices[:1], length)
     return boundaries
 
 
@@ -178,19 +179,11 @@ def _mask_at(indices: _Ints, length: int) -> _Bools:
 
 
 def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
-    """Check that the boundaries of all columns agree, and drop samples of a single token.
+    """Check that the boundaries of all columns agree, and drop samples of a single token unless all are such.
 
-    If all samples have a single token, all are kept.
-
-    Args:
-        boundaries: by column, the mask of the first token of each sample, bool (L,); empty if the row is one sample.
-        kept: true for tokens that are not padding, bool (L,).
-
-    Returns:
-        the mask of first tokens, which may be padding, and ``kept`` without the tokens of dropped samples.
+    ``boundaries`` are those that ``_boundaries`` returns; ``kept`` is true for tokens that are not padding, bool (L,).
+    Return the mask of first tokens, which may be padding, and ``kept`` without the tokens of dropped samples.
     """
-    if not boundaries:
-        return _mask_at(np.flatnonzero(kept)[:1], len(kept)), kept
     kept = _without_single_tokens(boundaries, kept)
     (reference_name, is_first), *other_columns = boundaries.items()
     starts_sample = _starts_sample(is_first, kept)  # columns may count padding differently, so compare only kept tokens
