@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from packtool.cache.task import Report, Task, TaskResult, TaskSettings, run_task
@@ -20,7 +19,6 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread
 
-_REPORT_EVERY_S = 0.25
 _CHECK_EVERY_S = 0.5
 _MAX_ATTEMPTS = 3
 
@@ -88,29 +86,6 @@ def _worker_died_error(num_done: str) -> PacktoolError:
     )
 
 
-class _ThrottledReport:
-    """Adds up the counts of calls and reports the sums at most four times a second.
-
-    Args:
-        report: sends numbers of rows, drops and tokens to the main process.
-    """
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._unreported = np.zeros(3, np.int64)  # rows, drops and tokens since the last report
-        self._reported_at = time.monotonic()
-
-    def __call__(self, rows: int, dropped: int, tokens: int) -> None:
-        self._unreported += (rows, dropped, tokens)
-        if time.monotonic() - self._reported_at >= _REPORT_EVERY_S:
-            self.report_now()
-
-    def report_now(self) -> None:
-        self._report(*self._unreported.tolist())
-        self._unreported[:] = 0
-        self._reported_at = time.monotonic()
-
-
 def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, TaskSettings]], TaskResult]:
     """Load the tokenizer in a worker process, and return the function that runs a task there.
 
@@ -123,10 +98,7 @@ def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, Ta
 
     def run(job: tuple[Task, TaskSettings]) -> TaskResult:
         task, settings = job
-        throttled_report = _ThrottledReport(report)
-        result = run_task(task, encoder, settings, throttled_report)
-        throttled_report.report_now()
-        return result
+        return run_task(task, encoder, settings, report)
 
     return run
 
