@@ -46,8 +46,7 @@ class ForeignConfig:
         tool: a value of ``TOOLS``.
         values: by name, with underscores; those of YAML, or texts and lists of texts of a command line.
         command: ``train`` or ``export``.
-        environ: variables set in front of the command.
-        num_processes: of the launcher in front of the command.
+        environ: variables set in front of the command, with the launcher's number of processes.
         label: file or command for messages.
     """
 
@@ -55,7 +54,6 @@ class ForeignConfig:
     values: dict[str, Any]
     command: str = "train"
     environ: dict[str, str] = field(default_factory=dict)
-    num_processes: int | None = None
     label: str = ""
 
     @property
@@ -179,7 +177,9 @@ def read_command(words: Sequence[str]) -> ForeignConfig:
     values = _read_options(rest, tool)
     if launcher[-1] == "pt":  # as in ms-swift, these are the defaults of swift pt
         values = {"loss_scale": "all", "use_chat_template": False, **values}
-    return ForeignConfig(tool, values, command, environ, _num_processes(launcher), label)
+    for name, value in _num_processes(launcher).items():
+        environ.setdefault(name, value)
+    return ForeignConfig(tool, values, command, environ, label)
 
 
 def _split_command(words: Sequence[str]) -> tuple[Sequence[str], str, str, Sequence[str]]:
@@ -196,13 +196,14 @@ def _split_command(words: Sequence[str]) -> tuple[Sequence[str], str, str, Seque
     )
 
 
-def _num_processes(launcher: Sequence[str]) -> int | None:
-    """Return the number of processes in the options of a launcher, or in accelerate's file."""
+def _num_processes(launcher: Sequence[str]) -> dict[str, str]:
+    """Return NPROC_PER_NODE as in the options of a launcher, or in accelerate's file; {} for a single process."""
     _, options = _split_options(launcher)
     paths = [path for path in options.get("config_file", [])[:1] if os.path.exists(path)]
     in_files = [load_config_file(path).get("num_processes") for path in paths]
     in_options = [option[0] for name, option in options.items() if name in _PROCESS_OPTIONS and option]
-    return next((int(str(number)) for number in [*in_options, *in_files] if str(number).isdigit()), None)
+    numbers = [str(number) for number in [*in_options, *in_files] if str(number).isdigit()]
+    return {"NPROC_PER_NODE": numbers[0]} if numbers and int(numbers[0]) > 1 else {}
 
 
 def _split_options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -16,29 +16,22 @@ _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\ufff
 
 def report(translation: Translation) -> str:
     """Return the block that a run prints at startup."""
-    tool = translation.source.tool
-    lines = [f"{translation.source.label}: a configuration of {tool}"]
-    translated = _translated_names(translation)
-    if translated:
-        lines.append("  translated: " + ", ".join(translated))
+    translated: dict[str, list[str]] = {}  # options by foreign name
     defaults = []
-    for option in translation.defaults:
+    for option, origin in translation.origins.items():
         assignment = _assignment(option, translation.values[option])
-        defaults.append(f"{assignment} ({translation.origins[option]})")
-    if defaults:
-        lines.append(f"  defaults of {tool}: " + ", ".join(defaults))
-    if translation.omitted:
-        lines.append("  without effect: " + "; ".join(f"{name} ({reason})" for name, reason in translation.omitted))
-    return "\n".join(lines)
-
-
-def _translated_names(translation: Translation) -> list[str]:
-    """Return each translated foreign name with its options, such as ``cutoff_len → --max-length 2048``."""
-    assignments: dict[str, list[str]] = {}  # by foreign name
-    for option, name in translation.origins.items():
-        if option not in translation.defaults:
-            assignments.setdefault(name, []).append(_assignment(option, translation.values[option]))
-    return [f"{name} → {' '.join(options)}" for name, options in assignments.items()]
+        if option in translation.defaults:
+            defaults.append(f"{assignment} ({origin})")
+        else:
+            translated.setdefault(origin, []).append(assignment)
+    tool = translation.source.tool
+    texts = {
+        "translated": ", ".join(f"{name} → {' '.join(options)}" for name, options in translated.items()),
+        f"defaults of {tool}": ", ".join(defaults),
+        "without effect": "; ".join(f"{name} ({reason})" for name, reason in translation.omitted),
+    }
+    lines = [f"  {title}: {text}" for title, text in texts.items() if text]
+    return "\n".join([f"{translation.source.label}: a configuration of {tool}", *lines])
 
 
 def _assignment(option: str, value: Any) -> str:

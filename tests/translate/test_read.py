@@ -112,14 +112,16 @@ def test_command_lines(tmp_path: Path) -> None:
     [
         ("python", None),
         ("accelerate launch", None),
-        ("accelerate launch --num_processes 4 --mixed_precision bf16", 4),
-        ("torchrun --nproc_per_node=2", 2),
-        ("python -m torch.distributed.run --nproc-per-node 2", 2),
+        ("accelerate launch --num_processes 1", None),
+        ("accelerate launch --num_processes 4 --mixed_precision bf16", "4"),
+        ("torchrun --nproc_per_node=2", "2"),
+        ("NPROC_PER_NODE=8 torchrun --nproc_per_node=2", "8"),
+        ("python -m torch.distributed.run --nproc-per-node 2", "2"),
     ],
 )
-def test_launchers_give_the_number_of_processes(launcher: str, num_processes: int | None) -> None:
+def test_launchers_give_the_number_of_processes(launcher: str, num_processes: str | None) -> None:
     source = read_command([*launcher.split(), "examples/scripts/sft.py", "--dataset_name", "a", "--use_peft"])
-    assert (source.tool, source.num_processes) == ("TRL", num_processes)
+    assert (source.tool, source.environ.get("NPROC_PER_NODE")) == ("TRL", num_processes)
     assert source.values == {"dataset_name": "a", "use_peft": True}
 
 

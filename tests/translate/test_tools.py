@@ -276,7 +276,7 @@ def test_ms_swift_pretraining_and_caches() -> None:
 
 def test_variables_in_front_of_a_command() -> None:
     environ = {"NPROC_PER_NODE": "2", "MAX_PIXELS": "1000", "SIZE_FACTOR": "8", "WANDB_PROJECT": "p"}
-    source = ForeignConfig("ms-swift", {}, environ=environ, num_processes=4)
+    source = ForeignConfig("ms-swift", {}, environ=environ)
     translation = translate(source, TRAIN, "train", {})
     assert translation.values["max_pixels"] == "1000"
     assert translation.environ == {"NPROC_PER_NODE": "2", "WANDB_PROJECT": "p"}
