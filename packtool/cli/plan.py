@@ -203,17 +203,12 @@ def run_pack(config: PackConfig, invocation: Invocation) -> None:
     """Write packs and print the summary."""
     from packtool.packs.write import write_packs
     from packtool.report.drawing import plural
-    from packtool.report.tables import table
+    from packtool.report.tables import filled_lines, table
 
     with interruptible_progress() as progress:
         summary = write_packs(config, progress)
+    figures = dataclasses.asdict(summary)
     fill = summary.tokens / (summary.num_packs * summary.packing_length)
-    packs = f"{summary.num_packs:,} of at most {summary.packing_length:,} tokens"
-    lines = [
-        ("packs", f"{packs}, in {plural(summary.num_files, 'file')}"),
-        ("samples", f"{summary.num_samples:,}"),
-        ("  left out, too long" if config.plan is None else "  not in the plan", f"{summary.filtered:,}"),
-        ("tokens", f"{summary.tokens:,}, fill {fill:.2%}"),
-        ("  target tokens", f"{summary.target_tokens:,}"),
-    ]
-    invocation.show(dataclasses.asdict(summary), table(f"{summary.format} packs in {summary.output_dir}", lines))
+    values = {"has_plan": config.plan is not None, "fill": fill, "files": plural(summary.num_files, "file")}
+    lines = filled_lines("pack", figures | values)
+    invocation.show(figures, table(f"{summary.format} packs in {summary.output_dir}", lines))

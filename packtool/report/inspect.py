@@ -31,7 +31,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.progress import Progress
 from packtool.report.regions import PICTURE, ShownRegion, regions_of
-from packtool.report.tables import Figures, Line
+from packtool.report.tables import Figures, Line, filled_lines
 from packtool.terminal import escape_line, escape_text
 from packtool.train.prepare.caches import repair_command
 
@@ -114,7 +114,10 @@ def figure_lines(figures: Figures) -> list[Line]:
         lines.append((source["path"], f"{source['rows']:,} rows {source['settings']}".strip()))
     lines.append(("input rows", f"{figures['num_rows']:,}"))
     for name, split in figures["splits"].items():
-        lines += _split_lines(name, split)
+        num_rows = split["num_samples"] - split["pieces_added"]  # a row that was split has added further samples
+        rows = f" from {num_rows:,} rows" if split["pieces_added"] else ""
+        target_share = split["target_tokens"] / max(split["tokens"], 1)
+        lines += filled_lines("inspect split", {**split, "name": name, "rows": rows, "target_share": target_share})
     return lines + _dropped_lines(figures)
 
 
@@ -130,20 +133,6 @@ def _dropped_lines(figures: Figures) -> list[Line]:
         for row in figures["dropped_examples"].get(reason, ()):
             lines.append((f"    {row['source']}, row {row['row']}", row["detail"]))
     return lines
-
-
-def _split_lines(name: str, split: Figures) -> list[Line]:
-    """Return the lines on the samples and tokens of a split."""
-    num_rows = split["num_samples"] - split["pieces_added"]  # a row that was split has added further samples
-    rows = f" from {num_rows:,} rows" if split["pieces_added"] else ""
-    target_fraction = split["target_tokens"] / max(split["tokens"], 1)
-    return [
-        (name, f"{split['num_samples']:,} samples{rows} in {split['num_shards']} shards"),
-        ("  tokens", f"{split['tokens']:,}"),
-        ("  target tokens", f"{split['target_tokens']:,} ({target_fraction:.1%})"),
-        ("  media tokens", f"{split['media_tokens']:,}"),
-        ("  truncated", f"{split['truncated']:,} samples, {split['truncated_tokens']:,} tokens"),
-    ]
 
 
 @dataclass(frozen=True)

@@ -9,71 +9,13 @@ from packtool.report.drawing import plural, render
 from packtool.report.tables import Figures, Line, aligned, fill_in, filled_lines, percent, source_rows
 from packtool.train.prepare.timeline import stage_title
 
-_SAMPLE_LINES = (  # samples minus repeats plus samples left out are all samples of the caches
-    ("samples", "{num_samples:,}"),
-    ("  repeated samples", "{num_repeats:,}", "sources"),
-    ("  not drawn", "{not_drawn:,}", "sources"),
-    ("  filtered by length", "{filtered:,}"),
-    ("  samples in the caches", "{num_samples_in_caches:,}", "sources"),
-    ("tokens", "{tokens:,}"),
-)
-_SHARED_LINES = (
-    ("  tokens saved by shared prefixes", "{tokens_saved:,} of {tokens_without:,}"),
-    ("    fraction of tokens", "{token_share_saved:percent}"),
-    ("    fraction of the towers' FLOPs", "{tower_work_share_saved:percent}", "tower_work_share_saved"),
-    ("    optimizer steps saved per epoch", "{steps_saved:,} of {steps_without:,}"),
-    ("    prefix trees", "{num_trees:,}, {samples_per_tree:.1f} samples each on average, {largest_tree:,} at most"),
-    (
-        "    trees split over packs",
-        "{trees_in_several_packs:,}; {of_them_in_one_step:,} within one step, {of_them_meeting_in_a_step:,} with "
-        "several packs in the same step",
-        "trees_in_several_packs",
-    ),
-)
-_PADDED_LINES = (
-    ("padded rows, one sample each", "{num_packs:,}"),
-    ("  fill (tokens that are not padding)", "{fill:percent}"),
-)
-_PACK_LINES = (
-    ("packs", "{num_packs:,} of {packing_length:,} tokens"),
-    ("  samples per pack", "{samples_per_pack:.2f}"),
-)
-_FILL_LINES = (
-    ("  fill", "{fill:percent}"),
-    ("  packs above the lower bound", "{over_lower_bound:.4%} (of {lower_bound:,} packs)"),
-)
-_SKRULL_LINES = (
-    ("micro-batches by Skrull", "{micro_batches:,} of at most {bucket} tokens"),
-    ("  further empty micro-batches", "{num_empty_micro_batches:,}"),
-    ("  fill of the micro-batches", "{bucket_fill:percent}"),
-    ("  tokens computed on one process", "{local_share:.1%}"),
-    ("  tokens split over {sequence_parallel_size} processes", "{sharded_share:.1%}"),
-    ("  hardware", "{hardware}"),
-    ("  load imbalance, slowest process ÷ mean process", "{device_balance[mean]:.3f}"),
-    ("    worst step", "{device_balance[worst]:.3f}"),
-)
-_STEP_LINES = (
-    ("optimizer steps per epoch", "{steps_per_epoch:,}"),
-    ("  samples per step, mean", "{samples_per_step:,.1f}"),
-    # Plans of --lengths have no cache: their target tokens are unknown.
-    ("  target tokens per step, mean", "{target_tokens_per_step:,.0f}", "cache_fingerprint"),
-    ("without packing, in padded batches of", "{plain_rows}"),
-    ("  padding", "{padding_of_plain_batches:percent}"),
-    ("  tokens to compute, relative to packing", "{times}"),
-    ("  optimizer steps per epoch", "{steps_of_plain_batches:,}"),
-    ("load imbalance, slowest rank ÷ mean rank", "round-robin → as planned"),
-    ("  mean over all steps", "{balance[mean_before]:.3f} → {balance[mean]:.3f}"),
-    ("  worst step", "{balance[worst_before]:.3f} → {balance[worst]:.3f}"),
-    ("attention FLOPs, relative to packs without isolation", "{efficient_attn_ratio:.1%}"),
-    ("FLOPs per epoch", "{flops_per_epoch:.3g}"),
-    ("training time, all epochs", "{hours:,.2f} h", "hours"),
-    ("planning time", "{plan_seconds:.2f} s"),
-)
-
 
 def plan_lines(figures: Figures) -> list[Line]:
     """Return the output of ``packtool plan`` as (name, value); ``figures`` is that of ``packtool plan --json``."""
-    shared, steps = figures["shared_prefixes"], figures["steps_per_epoch"]
+    shared = []
+    if (savings := figures["shared_prefixes"]) is not None:
+        steps_saved = savings["steps_without"] - figures["steps_per_epoch"]
+        shared = filled_lines("plan shared prefixes", {**savings, "steps_saved": steps_saved})
     values = {
         **figures,
         "num_repeats": figures["num_samples"] - figures["num_distinct_samples"],
@@ -81,10 +23,10 @@ def plan_lines(figures: Figures) -> list[Line]:
         "times": times_without_packing(figures),
     }
     return [
-        *filled_lines(_SAMPLE_LINES, values),
-        *(filled_lines(_SHARED_LINES, {**shared, "steps_saved": shared["steps_without"] - steps}) if shared else []),
+        *filled_lines("plan samples", values),
+        *shared,
         *_pack_lines(figures),
-        *filled_lines(_STEP_LINES, values),
+        *filled_lines("plan steps", values),
     ]
 
 
@@ -97,8 +39,9 @@ def _pack_lines(figures: Figures) -> list[Line]:
     """Return the lines on packs, on padded rows without packing, or on packs and micro-batches of Skrull."""
     skrull = figures["skrull"]
     if skrull is None:
-        is_padded = figures["waste_tokens"] is None
-        return filled_lines(_PADDED_LINES if is_padded else _PACK_LINES + _FILL_LINES, figures)
+        if figures["waste_tokens"] is None:
+            return filled_lines("plan padded rows", figures)
+        return filled_lines("plan packs", figures) + filled_lines("plan fill", figures)
     num_processes = skrull["sequence_parallel_size"]  # processes that share a micro-batch
     values = {
         **figures,
@@ -107,7 +50,7 @@ def _pack_lines(figures: Figures) -> list[Line]:
         "local_share": skrull["local_tokens"] / figures["tokens"],
         "sharded_share": skrull["sharded_tokens"] / figures["tokens"],
     }
-    return filled_lines(_PACK_LINES + _SKRULL_LINES, values)
+    return filled_lines("plan packs", values) + filled_lines("plan skrull", values)
 
 
 _COLUMNS = (  # of a sweep: heading and text
@@ -215,14 +158,6 @@ def fit_lines(figures: Figures, hardware: str | None) -> list[str]:
     return lines
 
 
-_REMAINING_LINES = (
-    ("left in this epoch", "{samples_left_in_epoch:,} samples"),
-    ("", "{steps_left_in_epoch:,} steps"),
-    ("steps of a full epoch", "{steps_per_epoch:,}", "has_no_stages"),
-    ("steps of the run", "{steps:,}{before}"),
-    ("learning rate schedule", "{done:.1%} done{done_before}"),
-    ("data-parallel ranks", "{world_size:,}"),
-)
 _CHANGED_HEADING = ("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")
 _CHANGED_CELLS = ("{directory}", "{fate}", "{samples:,}", "{trained:,}", "{left:,}", "{new:,}", "{gone:,}")
 
@@ -237,11 +172,11 @@ def resumed_lines(figures: Figures) -> Iterator[str]:
         yield from aligned(rows, "llr")  # all columns of numbers to the right
     else:
         yield "the data are the same as at the checkpoint"
-    values = {"done": step / num_steps, "before": "", "done_before": "", "has_no_stages": figures["stages"] is None}
+    values = {"done": step / num_steps, "before": "", "done_before": ""}
     if num_steps != num_steps_before:
         values["before"] = f", previously {num_steps_before:,}"
         values["done_before"] = f", previously {step / num_steps_before:.1%}"
-    yield from aligned(filled_lines(_REMAINING_LINES, {**figures, **values}), "ll")
+    yield from aligned(filled_lines("plan resumed", {**figures, **values}), "ll")
     for stage in figures["stages"] or ():
         if stage["last_step"] > step:
             yield f"{stage_title(stage)}, {stage['samples']:,} samples:"

@@ -94,46 +94,6 @@ def _warnings(simulation: Simulation) -> list[str]:
     return warnings
 
 
-# Matrix products and attention reach half of their maximal throughput with ``..._half_tokens`` tokens or queries.
-_ASSUMPTION_LINES = (
-    ("model", "{billions:.2f} billion weights, {sizes.num_layers} layers"),
-    ("peak throughput", "{hardware.peak_tflops:g} TFLOP/s, bfloat16"),
-    (
-        "  matrix products",
-        "{hardware.matmul_share:.0%} of peak x n / (n + {constants.matmul_half_tokens:g}) for n tokens on a GPU",
-    ),
-    (
-        "  attention",
-        "{hardware.attention_share:.0%} of peak x q / (q + {constants.attention_half_tokens:g}) for q queries of a "
-        "sequence",
-    ),
-    (
-        "  launching a micro-batch",
-        "{launching}: {constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us",
-    ),
-    (
-        "links",
-        "{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs, "
-        "{hardware.inter_node_gb_per_s:g} GB/s from each GPU to other nodes",
-    ),
-    (
-        "  collectives",
-        "{hardware.link_share:.0%} of the links' bandwidth, at least {hardware.latency_us:g} us",
-    ),
-    ("memory", "{hardware.memory_gb:g} GB, of which {constants.usable_memory:.0%} are usable"),
-    ("  weights, gradients, optimizer", "{state_gb:.1f} GB per GPU (ZeRO-{machine.zero_stage})"),
-    ("  activations", "{activation_mb:.2f} MB per token{recomputed}"),
-    ("  tokens on a GPU", "at most {options.bucket_size:,}; at most {options.packing_length:,} in a pack"),
-    ("not simulated", "vision and audio towers, the optimizer, data loading"),
-    ("sequence parallel groups", "{options.num_groups:,} of {options.sequence_parallel_size} GPUs{exchange}"),
-    ("global batch", "{options.sequences_per_step:,} sequences, {options.sequences_per_rank} per group"),
-    (
-        "  rows of a micro-batch",
-        "{options.padded_batch_size} with padding, {options.shared_batch_size} with context parallelism",
-    ),
-)
-
-
 def _assumption_lines(simulation: Simulation) -> list[Line]:
     """Return the hardware, model and batch sizes that the times are computed from, as (name, value)."""
     options = simulation.options
@@ -152,7 +112,7 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
         "recomputed": recomputed.get(machine.recompute, ""),
         "exchange": f", by {options.exchange_type}" if options.exchange_type else "",
     }
-    return filled_lines(_ASSUMPTION_LINES, values)
+    return filled_lines("simulate", values)
 
 
 def simulation_page(simulation: Simulation, command: str) -> str:

@@ -8,11 +8,13 @@ copied from them. Counts are named ``num_...`` in every JSON document, except co
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import string
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -67,22 +69,32 @@ class _FigureFormatter(string.Formatter):
         return percent(value) if format_spec == "percent" else str(format(value, format_spec))
 
 
-LineTemplate = tuple[str, ...]
-"""Name and text of a line, with fields such as ``{tokens:,}``, ``{length[max]}`` or ``{fill:percent}`` for figures.
-
-A third item is the name of a figure: the line is left out if that is missing, zero or empty.
-"""
-
-
 def fill_in(texts: Sequence[str], figures: Figures) -> tuple[str, ...]:
-    """Return texts with figures in place of fields, as in ``LineTemplate``."""
+    """Return texts with figures in place of fields such as ``{tokens:,}``, ``{length[max]}`` or ``{fill:percent}``."""
     return tuple(_FigureFormatter().vformat(text, (), figures) for text in texts)
 
 
-def filled_lines(templates: Iterable[LineTemplate], figures: Figures) -> list[Line]:
-    """Return the lines of a table for these figures."""
-    shown = [line[:2] for line in templates if all(figures.get(name) for name in line[2:])]
-    return [(name, text) for name, text in (fill_in(line, figures) for line in shown)]
+def filled_lines(section: str, figures: Figures) -> list[Line]:
+    """Return the lines in a section of ``templates/lines.tsv`` for these figures."""
+    lines = []
+    for name, text, *conditions in _line_templates()[section]:
+        if all(bool(figures.get(figure.lstrip("!"))) != figure.startswith("!") for figure in conditions):
+            shown_name, shown_text = fill_in([name, text], figures)
+            lines.append((shown_name, shown_text))
+    return lines
+
+
+@functools.cache
+def _line_templates() -> dict[str, list[tuple[str, ...]]]:
+    """Return the lines of ``templates/lines.tsv`` by section: name, text, and the figure that they need, if any."""
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    file = resources.files("packtool.report").joinpath("templates/lines.tsv")
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = sections.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            section.append(tuple(line.split("\t")))
+    return sections
 
 
 def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") -> None:
@@ -255,29 +267,6 @@ def export_figures(summary: ExportSummary) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if name not in left_out}
 
 
-_EXPORT_LINES = (
-    ("input rows", "{num_rows:,}"),
-    ("samples", "{samples}"),
-    (
-        "  media marks added",
-        "{marks_added:,} rows",
-        "marks_added",
-    ),  # rows whose text lacked placeholders of their media
-    ("  further samples of split rows", "{pieces_added:,}", "pieces_added"),
-    ("  truncated", "{truncated:,}"),
-)
-_TOKEN_LINES = (
-    ("tokens", "{tokens:,}"),
-    ("  target tokens", "{target_tokens:,} ({target_share:.1%})"),
-    ("  media tokens", "{media_tokens:,} ({media_share:.1%})"),
-    (
-        "tokens per sample, p50 / p90 / p99 / max",
-        "{length[p50]:,} / {length[p90]:,} / {length[p99]:,} / {length[max]:,}",
-    ),
-    ("time", "{seconds:.1f} s, {rate:,.0f} samples/s", "is_new"),
-)
-
-
 def export_lines(summary: ExportSummary) -> list[Line]:
     """Return the output of ``packtool export`` as (name, value)."""
     samples = f"{summary.num_samples:,}"
@@ -293,28 +282,12 @@ def export_lines(summary: ExportSummary) -> list[Line]:
         "is_new": not summary.already_finished,
     }
     return [
-        *filled_lines(_EXPORT_LINES, figures),
+        *filled_lines("export rows", figures),
         *(_count_lines("  turns and responses left out", summary.parts_left_out) if summary.parts_left_out else []),
         *_count_lines("dropped rows", summary.dropped),
         *(_count_lines("rows listed in hygiene.jsonl", summary.hygiene) if summary.hygiene else []),
-        *filled_lines(_TOKEN_LINES, figures),
+        *filled_lines("export tokens", figures),
     ]
-
-
-_UNREAD_LINES = (("optimizer steps, at most", "{steps:,}"), ("packing length", "{packing_length:,}"))
-_TRAIN_LINES = (
-    ("packs", "{num_packs:,}", "packing"),
-    ("  samples per pack", "{samples_per_pack:.2f}", "packing"),
-    ("padded rows", "{num_packs:,}", "pads"),
-    ("  samples per row", "{samples_per_pack:.2f}", "pads"),
-    ("  fill", "{fill:percent}"),
-    ("tokens saved by shared prefixes", "{num_shared_tokens:,}", "num_shared_tokens"),
-    ("optimizer steps", "{steps:,}"),
-    ("  without packing, one sample per row", "{steps_without_packing:,}"),
-    ("loss, first and last", "{first_loss:.4f} → {last_loss:.4f}", "has_losses"),
-    ("target tokens per second", "{rate:,.0f}", "has_losses"),
-    ("time", "{seconds:.1f} s", "has_losses"),
-)
 
 
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
@@ -323,22 +296,18 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
     ``has_plan``: True if packs were read from ``--plan``, which may lack samples for other reasons than their length.
     """
     figures = vars(result) | {
-        "pads": not result.packing,
+        "has_plan": has_plan,
         "has_losses": result.first_loss is not None and result.last_loss is not None,
         "rate": result.target_tokens_per_second or 0,
     }
     if result.streaming and not result.num_samples:  # a dry run, which reads no rows
-        return filled_lines(_UNREAD_LINES, figures)
-    samples = ("samples of the first stage" if result.stages else "samples", "{num_samples:,}")
-    left_out = ("  not in the plan" if has_plan else "  filtered by length", "{filtered:,}")
-    if result.streaming:
-        lines = [*filled_lines([samples], figures), *_count_lines("dropped rows", result.dropped)]
-        if result.parts_left_out:
-            lines += _count_lines("turns and responses left out", result.parts_left_out)
-    else:
-        drawn = ("  repeated samples", "{num_repeats:,}", "num_repeats"), ("  not drawn", "{not_drawn:,}", "not_drawn")
-        lines = filled_lines([samples, *drawn, left_out], figures)
-    return lines + filled_lines(_TRAIN_LINES, figures)
+        return filled_lines("train without rows", figures)
+    lines = filled_lines("train samples", figures)
+    if not result.streaming:
+        return lines + filled_lines("train left out", figures) + filled_lines("train", figures)
+    lines += _count_lines("dropped rows", result.dropped)
+    lines += _count_lines("turns and responses left out", result.parts_left_out) if result.parts_left_out else []
+    return lines + filled_lines("train", figures)
 
 
 def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from packtool.report import tables
-from packtool.report.tables import TerminalProgress, aligned, print_table
+from packtool.report.tables import TerminalProgress, aligned, filled_lines, print_table
 
 
 @pytest.mark.smoke
@@ -67,3 +67,11 @@ def test_a_bar_names_the_step_of_its_figures() -> None:
         progress._bar.refresh()
     assert "3/4" in printed.getvalue()
     assert "at 2: loss 1.25" in printed.getvalue().split("3/4")[-1]
+
+
+def test_lines_are_shown_for_their_figures() -> None:
+    figures = {"num_repeats": 0, "not_drawn": 0, "filtered": 1200, "has_plan": True}
+    assert filled_lines("train left out", figures) == [("  not in the plan", "1,200")]
+    drawn = {"num_repeats": 3, "has_plan": False}
+    expected = [("  repeated samples", "3"), ("  filtered by length", "1,200")]
+    assert filled_lines("train left out", figures | drawn) == expected
