@@ -288,6 +288,20 @@ def test_videos_as_images_give_the_logits_of_videos(world_of: Callable[[str], Wo
     assert torch.equal(batch.position_ids[1:, 0], positions[:, 0])
 
 
+@pytest.mark.parametrize("name", WITH_VIDEOS)
+@pytest.mark.parametrize("clip", [(0.0, 0.6), (0.4, None)])
+def test_clips_are_loaded(world_of: Callable[[str], World], name: str, clip: tuple[float, float | None]) -> None:
+    """Their pixels are those of the same frames in an uncut video."""
+    world = world_of(name)
+    row = film(0, "<video>?", 1)
+    ((whole,),) = encode(world.directory, [row])
+    ((sample,),) = encode(world.directory, [dataclasses.replace(row, videos=(MediaRef(None, VIDEOS[1], clip=clip),))])
+    (video,) = sample.videos
+    moved = dataclasses.replace(whole.videos[0], indices=video.indices, num_tokens=video.num_tokens, grid=video.grid)
+    expected = load_media([dataclasses.replace(whole, videos=(moved,))], world.spec)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in load_media([sample], world.spec).items())
+
+
 def test_resized_frames_are_cached(world_of: Callable[[str], World], tmp_path: Path) -> None:
     world = world_of("glm4v")
     cached_spec = world.spec.with_media_cache(

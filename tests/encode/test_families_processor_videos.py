@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from transformers.video_utils import VideoMetadata
 
 from packtool.encode.encoder import Encoder
 from packtool.encode.families.processor import ProcessorVideos, has_videos
+from packtool.encode.families.qwen_vl import clip_frames
 from packtool.media.files import MediaProblem
-from packtool.media.video import VideoSize
+from packtool.media.video import VideoSize, measure_video
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for
 from tests.encode.other_families import model_of, tokens_of
@@ -166,13 +168,53 @@ def test_dropped_videos_state_the_reason(
     picture = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
     rows = {
         "the row has both pictures and videos": replace(film("<image><video>", clips[0]), images=(picture,)),
-        "does not support clips": film("<video>", replace(clips[0], clip=(0.0, 1.0))),
-        "its row has fps": film("<video>", replace(clips[0], limits=(("fps", 1.0),))),
+        "its row has max_frames": film("<video>", replace(clips[0], limits=(("max_frames", 4),))),
     }
     for name in ("glm4v", "internvl"):
         for expected_detail, dropped in zip(rows, encoder_of(name).encode([*rows.values()]), strict=True):
             assert isinstance(dropped, Dropped)
             assert (dropped.reason, expected_detail in dropped.detail) == ("media_unsupported", True), dropped
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fps", [None, 1.0, 3.0])
+@pytest.mark.parametrize("clip", [None, (0.4, 2.9), (1.0, None)])
+def test_clips_and_frames_per_second_of_a_row(
+    name: str, fps: float | None, clip: tuple[float, float | None] | None, clips: list[MediaRef]
+) -> None:
+    """As the processor samples a video of the clip's frames alone at this rate; times count from the file's start."""
+    encoding, processor = ASKED[name]
+    ref = replace(clips[1], clip=clip, limits=() if fps is None else (("fps", fps),))
+    if fps is not None and name == "glm46v":  # it chooses the rate by the duration
+        with pytest.raises(MediaProblem, match="its row has fps"):
+            encoding.measure(ref)
+        return
+    size = measure_video(clips[1])
+    first, num_frames = (0, size.num_frames) if clip is None else clip_frames(clip, size.num_frames, size.fps)
+    frames = np.zeros((num_frames, size.height, size.width, 3), np.uint8)
+    if fps is not None:
+        processor = copy.deepcopy(processor)
+        processor.video_processor.fps, processor.video_processor.num_frames = fps, None
+    metadata = VideoMetadata(num_frames, size.fps, size.width, size.height, num_frames / size.fps)
+    outputs = processor(
+        text=[processor.video_token],
+        videos=[frames],
+        return_text_replacement_offsets=True,
+        return_metadata=True,
+        video_metadata=[metadata],
+    )
+    ((written,),) = outputs["text_replacement_offsets"]
+    video = encoding.measure(ref)
+    if "video_metadata" in outputs:
+        assert list(video.indices) == [first + int(index) for index in outputs["video_metadata"][0].frames_indices]
+    assert first <= video.indices[0] <= video.indices[-1] < first + num_frames
+    assert video.num_tokens == written["replacement"].count(pad_of(name, processor))
+    texts = [segment for segment in encoding.segments(video) if isinstance(segment, str)]
+    if first == 0 or name in ("internvl", "exaone4_5"):  # without times
+        assert all(text in written["replacement"] for text in texts)
+    else:
+        seconds = int(video.indices[0] / size.fps)
+        assert {"gemma4": f"00:{seconds:02d}"}.get(name, str(seconds)) in texts[0]
 
 
 def test_all_images_given_as_a_video_are_frames(encoder_of: Callable[..., Encoder], drawn_data: Path) -> None:

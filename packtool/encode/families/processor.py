@@ -11,17 +11,18 @@ placeholder token for pictures, and the forward takes the processor's outputs
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
-from packtool.encode.families.qwen_vl import QWEN3_5
+from packtool.encode.families.qwen_vl import QWEN3_5, clip_frames
 from packtool.encode.families.record import (
     INTERNVL_TOKENS,
     BoxForm,
@@ -103,13 +104,14 @@ class ProcessorVideos:
         """Measure a video by its header, and sample its frames."""
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
-        refuse_row_limits(ref)
-        if ref.clip is not None:
-            raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor does not support clips")
+        row_fps = self._row_fps(ref)
         size = measure_video(ref)
+        first, num_frames = 0, size.num_frames
         try:
-            indices = self._frame_indices(ref, size.num_frames, size.fps)
-            segments, grid = self._segments_and_grid(size.height, size.width, size.num_frames, size.fps, indices)
+            if ref.clip is not None:
+                first, num_frames = clip_frames(ref.clip, num_frames, size.fps)
+            indices = tuple(first + index for index in self._frame_indices(ref, num_frames, size.fps, row_fps))
+            segments, grid = self._segments_and_grid(size.height, size.width, num_frames, size.fps, indices)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             detail = f"{label(ref)}: the model's processor cannot process it: {error}"
             raise MediaProblem("media_size", detail) from error
@@ -120,28 +122,47 @@ class ProcessorVideos:
             frames=tuple((frame.path, frame.data) for frame in ref.frames),
             height=size.height,
             width=size.width,
-            num_frames=size.num_frames,
+            num_frames=num_frames,
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=size.num_frames / size.fps / num_steps,
+            seconds_per_grid=num_frames / size.fps / num_steps,
             num_tokens=_token_counts(segments)[self._pad],
         )
 
-    def _frame_indices(self, ref: MediaRef, num_frames: int, fps: float) -> tuple[int, ...]:
-        """Return the indexes of the sampled frames: all of them, unless the processor samples frames of a file."""
+    def _row_fps(self, ref: MediaRef) -> float | None:
+        """Return the frames per second that a row asks for; MediaProblem for other limits, and if they are ignored."""
+        names = [name for name, _ in ref.limits]
+        if not names:
+            return None
+        if names != ["fps"] or ref.frames or not self._heeds_fps:
+            refuse_row_limits(ref)
+        return float(ref.limits[0][1])
+
+    @cached_property
+    def _heeds_fps(self) -> bool:
+        """Return whether the processor samples more frames of 100 seconds of video at 2 per second than at 1."""
+        num_slow, num_fast = (len(self._sample_frames(3000, 30.0, row_fps)) for row_fps in (1.0, 2.0))
+        return num_slow < num_fast
+
+    def _frame_indices(self, ref: MediaRef, num_frames: int, fps: float, row_fps: float | None) -> tuple[int, ...]:
+        """Return the indexes of the sampled frames: all, unless the row or the processor samples frames of a file."""
         if ref.frames:  # transformers does not sample the frames of a video that is given as pictures
             return ref.frame_indices
-        if self._processor.video_processor.do_sample_frames:
-            return self._sample_frames(num_frames, fps)
+        if row_fps is not None or self._processor.video_processor.do_sample_frames:
+            return self._sample_frames(num_frames, fps, row_fps)
         return tuple(range(num_frames))
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
         return self._segments_and_grid(video.height, video.width, video.num_frames, video.fps, video.indices)[0]
 
-    def _sample_frames(self, num_frames: int, fps: float) -> tuple[int, ...]:
+    def _sample_frames(self, num_frames: int, fps: float, row_fps: float | None = None) -> tuple[int, ...]:
+        """Return the indexes of frames sampled by the processor's settings, or at ``row_fps`` frames per second."""
         video_processor = self._processor.video_processor
+        if row_fps is not None:
+            video_processor = copy.copy(video_processor)
+            video_processor.fps, video_processor.num_frames = row_fps, None
         settings = {name: getattr(video_processor, name, None) for name in video_processor.valid_kwargs.__annotations__}
         indices = video_processor.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
         return tuple(int(index) for index in indices)
