@@ -35,6 +35,18 @@ _SPECIAL = {
     "dots1": {"n_routed_experts": 4},
     # By default 0.1, which ranks that share a sequence refuse.
     "seed_oss": {"attention_dropout": 0.0},
+    "codegen": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 24},
+    "gptj": {"rotary_dim": 8},
+    # Layers with embeddings of their own, wider keys in complete attention, and the keys of the layer before.
+    "gemma4_text": {
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "num_experts": None,
+        "global_head_dim": 24,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+    },
     "modernbert-decoder": {"num_hidden_layers": 6},  # the dense layer of its head is not counted
 }
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
@@ -46,6 +58,13 @@ _OTHER_TYPES = """
     persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
 """
 TEXT_TYPES = (*_OTHER_TYPES.split(), *LATENT_TYPES)
+# Further types whose FLOPs are counted; some of them cannot be packed.
+_COUNTED_TYPES = """
+    biogpt bloom codegen ctrl diffllama falcon flint gemma2 gemma4_text gemma4_unified_text gpt2 gpt_bigcode gpt_neo
+    gpt_neox_japanese gpt_oss gpt-sw3 gptj granite_swa granitemoe_swa jetmoe mimo_v2_flash minimax_m3_vl_text moshi
+    nemotron stablelm vaultgemma
+"""
+COUNTED_TYPES = tuple(_COUNTED_TYPES.split())
 
 
 def small_text_config(name: str) -> Any:

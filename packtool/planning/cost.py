@@ -25,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.model import LearningOptions
-from packtool.encode.families import text_config_of, thinker_of
+from packtool.encode.families import thinker_of
 from packtool.planning.layers import (
     ModelLayers,
     Trainable,
     attention_weights,
     attention_widths,
     expert_widths,
+    language_config,
     trainable,
 )
 from packtool.planning.module_cost import ModuleCost
@@ -281,7 +282,7 @@ class ModelSizes:
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
         """Compute the sizes of a language model from its ``config.json``; a KeyError if it lacks widths."""
         config = thinker_of(config)  # the trained part of an Omni model
-        text = text_config_of(config)
+        text = language_config(config)
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
         attention = attention_widths(text)
         mlp = expert_widths(text)
@@ -289,7 +290,7 @@ class ModelSizes:
         # Numbers that a layer keeps of a token. Flash attention keeps no scores.
         kept = 5 * hidden  # two residuals, the results of two norms, and the projected output of attention
         kept += 3 * attention.queries  # queries before and after RoPE, and the output of attention
-        kept += 3 * attention.keys  # keys before and after RoPE, and values
+        kept += 2 * attention.keys + attention.values  # keys before and after RoPE, and values
         kept += 4 * token_mlp_width  # gate, up, the activated gate, and the product
         return cls(
             cost=CostModel.of_config(config),
@@ -298,7 +299,7 @@ class ModelSizes:
             kept_bytes=_BYTES_PER_NUMBER * kept,
             input_bytes=_BYTES_PER_NUMBER * hidden,
             query_bytes=_BYTES_PER_NUMBER * attention.queries,
-            kv_bytes=_BYTES_PER_NUMBER * 2 * attention.keys,
+            kv_bytes=_BYTES_PER_NUMBER * (attention.keys + attention.values),
             num_heads=attention.num_heads,
             num_key_heads=attention.num_key_heads,
         )

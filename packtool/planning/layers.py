@@ -25,8 +25,26 @@ _LINEAR_TYPES = ("linear_attention", "conv", "mamba", "recurrent")
 _SLIDING_TYPES = ("sliding_attention", "chunked_attention")
 _STATE_CHUNK = 64  # positions per chunk of the gated delta rule
 # Types of language models whose MLP has no gate, and of those with a gate for the output of attention.
-_UNGATED_MLPS = {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "opt", "persimmon", "phi", "starcoder2"}
+_UNGATED_MLPS = {"apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt-sw3", "gpt2", "gpt_bigcode"}
+_UNGATED_MLPS |= {"gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "nanochat", "nemotron", "opt"}
+_UNGATED_MLPS |= {"persimmon", "phi", "starcoder2"}
 _GATED_ATTENTION = ("afmoe", "beam", "hrm_text")
+_OLD_NAMES = (
+    *(("hidden_size", "n_embd"), ("intermediate_size", "n_inner"), ("intermediate_size", "dff")),
+    *(("num_hidden_layers", "n_layer"), ("num_hidden_layers", "num_layers")),
+    *(("num_attention_heads", "n_head"), ("num_attention_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")),
+)
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the language model in a ``config.json``, by the names that most models have."""
+    text = dict(text_config_of(config))
+    for name, old_name in _OLD_NAMES:
+        if name not in text and old_name in text:
+            text[name] = text[old_name]
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        text["num_key_value_heads"] = 1
+    return text
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,8 @@ class ModelLayers:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelLayers:
         """List the modules of a model, or of an Omni model's thinker; a KeyError if the language model lacks widths."""
-        config, text = thinker_of(config), text_config_of(config)
+        config = thinker_of(config)
+        text = language_config(config)
         hidden = int(text["hidden_size"])
         vocabulary = int(text.get("vocab_size") or 0)
         has_media = bool(config.get("vision_config") or config.get("audio_config"))
@@ -172,11 +191,40 @@ def _language_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCo
         if layer_type in _LINEAR_TYPES and text.get("linear_num_value_heads"):
             mixer = _gated_delta_modules(text)
         else:
-            mixer = _attention_modules(text, layer_type)
+            mixer = _attention_modules(_config_of_layer(text, i, layer_type), layer_type)
         norm: ModuleSettings = ("post_attention_layernorm", {"kind": "no_matmul", "inputs": 1})
-        for name, settings in (*mixer, norm, *_mlp_modules(text, i)):
+        for name, settings in (*mixer, norm, *_mlp_modules(text, i), *_layer_input_modules(text)):
             yield module(f"layers.{i}.{name}", **{"inputs": hidden, "outputs": hidden, "layer": i, **settings})
+    if width := _layer_input_width(text):
+        yield module("per_layer_model_projection", hidden, width * len(_layer_types(text)))
     yield module("norm", 1, hidden, kind="no_matmul")
+
+
+def _config_of_layer(text: Mapping[str, Any], layer: int, layer_type: str) -> dict[str, Any]:
+    """Return the settings of a layer, of which some may differ from those of others."""
+    settings = dict(text) | (text.get("per_layer_config") or {}).get(str(layer), {})
+    if "per_layer_config" not in text and text.get("global_head_dim") and layer_type == "full_attention":
+        settings["head_dim"] = text["global_head_dim"]  # as in the files of Gemma 4
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
+            settings["num_key_value_heads"] = text["num_global_key_value_heads"]
+    keys_are_values = text.get("attention_k_eq_v") and layer_type not in _SLIDING_TYPES
+    return settings | {"has_keys": not _shares_keys(text, layer), "keys_are_values": keys_are_values}
+
+
+def _shares_keys(text: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer attends to the keys and values of an earlier one (Gemma 3n and 4)."""
+    return layer >= int(text["num_hidden_layers"]) - int(text.get("num_kv_shared_layers") or 0)
+
+
+def _layer_input_width(text: Mapping[str, Any]) -> int:
+    """Return the width of the embeddings that each layer of Gemma 3n and 4 has of its own; 0 without."""
+    return int(text.get("hidden_size_per_layer_input") or 0)
+
+
+def _layer_input_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
+    if width := _layer_input_width(text):
+        yield "per_layer_input_gate", {"outputs": width}
+        yield "per_layer_projection", {"inputs": width}
 
 
 ModuleSettings = tuple[str, dict[str, Any]]
@@ -185,24 +233,28 @@ model's width."""
 
 
 class AttentionWidths(NamedTuple):
-    """Heads of queries, and of keys and values, and the widths of a token's queries, keys, and attention's output."""
+    """Heads of queries, and of keys and values, and the widths of a token's queries, keys, values, and the output."""
 
     num_heads: int
     num_key_heads: int
     queries: int
     keys: int
+    values: int
     outputs: int
 
 
 def attention_widths(text: Mapping[str, Any]) -> AttentionWidths:
-    """Read the heads and widths of attention; a token's values are as wide as its keys, except in latent attention."""
+    """Read the heads and widths of attention."""
     heads = int(text["num_attention_heads"])
     if text.get("kv_lora_rank"):
         key_size = int(text["qk_nope_head_dim"]) + int(text["qk_rope_head_dim"])
-        return AttentionWidths(heads, heads, heads * key_size, heads * key_size, heads * int(text["v_head_dim"]))
+        values = heads * int(text["v_head_dim"])
+        return AttentionWidths(heads, heads, heads * key_size, heads * key_size, values, values)
     key_heads = int(text.get("num_key_value_heads") or heads)
-    head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
-    return AttentionWidths(heads, key_heads, heads * head_size, key_heads * head_size, heads * head_size)
+    head_size = first_setting(text, "head_dim", "kv_channels") or int(text["hidden_size"]) // heads
+    value_size = int(text.get("v_head_dim") or head_size)
+    sizes = (heads * head_size, key_heads * head_size, key_heads * value_size, heads * value_size)
+    return AttentionWidths(heads, key_heads, *sizes)
 
 
 class ExpertWidths(NamedTuple):
@@ -217,16 +269,28 @@ class ExpertWidths(NamedTuple):
 def expert_widths(text: Mapping[str, Any]) -> ExpertWidths:
     """Read the experts of a layer; a dense layer counts as one expert of its width."""
     num_experts = first_setting(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    width = first_setting(text, "intermediate_size", "ffn_dim") or 4 * int(text["hidden_size"])
+    dense_width = width = _mlp_width(text)
     per_token = 1
     if num_experts:
         width = first_setting(text, "moe_intermediate_size") or width
-        per_token = first_setting(text, "num_experts_per_tok", "moe_k", "moe_topk") or 1
+        per_token = first_setting(text, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts") or 1
     num_shared = first_setting(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     if text.get("model_type") == "hunyuan_v1_moe":  # whatever its settings are
         num_shared = 1
-    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * num_shared
+    own_width = first_setting(text, "shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = own_width + width * num_shared
+    if num_experts and text.get("enable_moe_block"):  # beside the layer's dense MLP
+        shared += dense_width
     return ExpertWidths(num_experts, width, per_token, shared)
+
+
+def _mlp_width(text: Mapping[str, Any]) -> int:
+    """Return the width of a dense MLP."""
+    width = first_setting(text, "intermediate_size") or 4 * int(text["hidden_size"])
+    if not text.get("intermediate_size") and text.get("ffn_dim"):
+        # With a gate, ``ffn_dim`` is the width of both matrices together.
+        width = int(text["ffn_dim"]) // (1 if text.get("model_type") in _UNGATED_MLPS else 2)
+    return width
 
 
 def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[ModuleSettings]:
@@ -234,11 +298,12 @@ def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[Mod
     widths = attention_widths(text)
     projections = _latent_modules if text.get("kv_lora_rank") else _query_modules
     yield from projections(text, widths)
+    num_maps = 2 if text.get("model_type") == "diffllama" else 1  # it subtracts one attention from another
     flops = {}  # linear layers without sizes of their own have no FLOPs of attention
     if layer_type in _SLIDING_TYPES:
-        flops = {"flops_per_window": float(widths.queries + widths.outputs)}
+        flops = {"flops_per_window": float(num_maps * (widths.queries + widths.outputs))}
     elif layer_type not in _LINEAR_TYPES:
-        flops = {"flops_per_square": float(widths.queries + widths.outputs)}
+        flops = {"flops_per_square": float(num_maps * (widths.queries + widths.outputs))}
     yield "self_attn", {"kind": "attention", "outputs": 0, **flops}
     yield "self_attn.o_proj", {"inputs": widths.outputs}
 
@@ -248,7 +313,7 @@ def attention_weights(text: Mapping[str, Any]) -> int:
     hidden = int(text["hidden_size"])
     widths = attention_widths(text)
     if not text.get("kv_lora_rank"):
-        return hidden * (2 * widths.queries + 2 * widths.keys)
+        return hidden * (widths.queries + widths.keys + widths.values + widths.outputs)
     modules = [settings for _, settings in _latent_modules(text, widths)]
     return hidden * widths.outputs + sum(module.get("inputs", hidden) * module["outputs"] for module in modules)
 
@@ -275,8 +340,10 @@ def _query_modules(text: Mapping[str, Any], widths: AttentionWidths) -> Iterator
     q_outputs = 2 * widths.queries if has_gate else widths.queries
     norm = {"kind": "no_matmul", "inputs": 1, "outputs": head_size}
     yield "self_attn.q_proj", {"outputs": q_outputs, "has_bias": has_bias}
-    yield "self_attn.k_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
-    yield "self_attn.v_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
+    if text.get("has_keys", True):
+        yield "self_attn.k_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
+        if not text.get("keys_are_values"):
+            yield "self_attn.v_proj", {"outputs": widths.values, "shares_input": True, "has_bias": has_bias}
     yield "self_attn.q_norm", norm
     yield "self_attn.k_norm", norm
     if text.get("model_type") in _GATED_ATTENTION:
@@ -321,7 +388,8 @@ def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings
     """Yield the modules of a dense layer's MLP, gated or not, or the router, experts and shared expert of a layer."""
     mlp = expert_widths(text)
     if not mlp.num_experts or _is_dense(text, layer):
-        width = first_setting(text, "intermediate_size", "ffn_dim") or 4 * int(text["hidden_size"])
+        is_wide = text.get("use_double_wide_mlp") and _shares_keys(text, layer)
+        width = first_setting(text, "dense_intermediate_size") or _mlp_width(text) * (2 if is_wide else 1)
         if text.get("model_type") in _UNGATED_MLPS:
             yield "mlp.up_proj", {"outputs": width}
             yield "mlp.down_proj", {"inputs": width}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -77,6 +78,19 @@ def test_printed_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_pa
     assert run([*train, "--plan", path, "--packing-length", "500"]) == 4
     assert "--packing-length: 400 in the plan, 500 in this run" in capsys.readouterr().err
     assert run([*train, "--plan", cache + "/packtool.json"]) == 4
+
+
+def test_costs_of_unknown_sizes_are_named(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    """The model of this test has no sizes in its config.json; a copy has."""
+    unknown = plan_json(capsys, cache)["cost_model"]
+    assert unknown == f"a dense model of 8 billion weights, because the config.json of {model} lacks sizes"
+    directory = tmp_path / "sized"
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    config["text_config"] = config.get("text_config", {}) | text
+    (directory / "config.json").write_text(json.dumps(config))
+    assert plan_json(capsys, cache, "--model", str(directory))["cost_model"] == str(directory)
 
 
 def test_samples_per_step(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:

@@ -28,7 +28,7 @@ from packtool.planning.tower_layers import vision_modules
 from packtool.rows.sample import MediaRef
 from scripts._flop_counter import flop_counter
 from tests.encode.other_families import model_of
-from tests.small_texts import TEXT_TYPES, small_text_config
+from tests.small_texts import COUNTED_TYPES, TEXT_TYPES, small_text_config
 
 NUM_TOKENS = 128
 FROZEN = LearningOptions(train_type="full", freeze_llm=True)
@@ -53,12 +53,31 @@ def _split(counter: FlopCounterMode) -> tuple[int, int]:
     return sum(flops.values()) - attention, attention
 
 
-@pytest.mark.parametrize("name", TEXT_TYPES)
+@pytest.mark.parametrize("name", [*TEXT_TYPES, *COUNTED_TYPES])
 def test_text_models(name: str) -> None:
-    config = small_text_config(name)
+    check_text_model(small_text_config(name))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "use_double_wide_mlp": False},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0},
+    ],
+)
+def test_gemma4(settings: dict[str, Any]) -> None:
+    """With experts beside the MLP, and with values that are keys; by the names of transformers and of the hub."""
+    sizes = small_text_config("gemma4_text").to_dict() | {"global_head_dim": 24} | settings
+    del sizes["per_layer_config"]
+    config = AutoConfig.for_model(**sizes)
+    check_text_model(config)
+    assert CostModel.of_config(sizes) == CostModel.of_config(config.to_dict())
+
+
+def check_text_model(config: PreTrainedConfig) -> None:
     # torch does not count the grouped products that experts have otherwise.
     model: Any = AutoModelForCausalLM
-    model = model.from_config(config, attn_implementation="sdpa", experts_implementation="eager").eval()
+    model = model.from_config(config, experts_implementation="eager").eval()
     with torch.no_grad(), flop_counter() as counter:
         model(input_ids=torch.arange(2, 2 + NUM_TOKENS)[None] % 90, use_cache=False)
     cost = CostModel.of_config(config.to_dict(), FROZEN)

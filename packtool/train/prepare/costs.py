@@ -116,6 +116,15 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: A
         return CostModel.of_8b()
 
 
+def has_known_sizes(model: Mapping[str, Any]) -> bool:
+    """Return whether a ``config.json`` has the sizes from which ``cost_of`` computes FLOPs."""
+    try:
+        CostModel.of_config(model)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
 def _with_adapter_settings(learning: AdapterOptions) -> AdapterOptions:
     """The options with the trained modules and the rank of the first adapter of ``--adapters``."""
     with open(os.path.join(learning.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:

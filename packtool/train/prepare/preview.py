@@ -39,6 +39,7 @@ from packtool.train.prepare.checkpoint import (
     run_directory,
     steps_planned,
 )
+from packtool.train.prepare.costs import has_known_sizes
 from packtool.train.prepare.history import Segment, read_history
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_plan
@@ -79,9 +80,12 @@ class Preview:
         """The model whose ``config.json`` gives the costs."""
         if self.inputs.files is None:
             return "a dense model of 8 billion weights (--model names another)"
-        if self.inputs.config.model is not None or self.inputs.reader is None:
-            return str(self.inputs.config.model)
-        return str(self.inputs.reader.manifests[0].identity.spec["model"])
+        name = self.inputs.config.model
+        if name is None and self.inputs.reader is not None:
+            name = self.inputs.reader.manifests[0].identity.spec["model"]
+        if not has_known_sizes(self.inputs.files.config):
+            return f"a dense model of 8 billion weights, because the config.json of {name} lacks sizes"
+        return str(name)
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
