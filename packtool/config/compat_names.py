@@ -80,7 +80,7 @@ class CompatName:
 
 def training_argument_problem(name: str) -> str | None:
     """Return why ``--set training.NAME`` cannot set this field of transformers' TrainingArguments; None if it can."""
-    entry = next((entry for entry in _by_name().get(name, ()) if entry.tool == "transformers"), None)
+    entry = next((entry for entry in compat_entries(name) if entry.tool == "transformers"), None)
     if entry is None or entry.status == "set" or entry.options == SET_TOO:
         return None
     option = flag(name) if entry.status == "same" else entry.options
@@ -141,15 +141,8 @@ def compat_names() -> tuple[CompatName, ...]:
     return tuple(entries)
 
 
-def compat_entries(name: str) -> tuple[CompatName, ...]:
-    """Return all entries of a name with underscores, those of a single command first."""
-    return _by_name().get(name, ())
-
-
 @functools.cache
-def _by_name() -> dict[str, tuple[CompatName, ...]]:
-    grouped: dict[str, tuple[CompatName, ...]] = {}
-    # Entries of a single command take precedence over those of all commands.
-    for entry in sorted(compat_names(), key=lambda entry: entry.command == EVERY_COMMAND):
-        grouped[entry.name] = (*grouped.get(entry.name, ()), entry)
-    return grouped
+def compat_entries(name: str) -> tuple[CompatName, ...]:
+    """Return all entries of a name with underscores; those of a single command take precedence, and are first."""
+    entries = [entry for entry in compat_names() if entry.name == name]
+    return tuple(sorted(entries, key=lambda entry: entry.command == EVERY_COMMAND))

@@ -53,7 +53,7 @@ def _add_computed_defaults(translation: Translation) -> None:
     trains_everything = "all" in scale.split("+")
     trains_newlines = translation.source.tool in ("ms-swift", "LLaMA-Factory") and not translation.get("cached_dataset")
     if trains_newlines and not trains_everything:
-        scale_origin = translation.origins.get("loss_scale")
+        scale_origin = translation.origins.pop("loss_scale", None)
         origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
         translation.values.pop("loss_scale", None)
         translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
