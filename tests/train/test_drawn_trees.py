@@ -76,6 +76,11 @@ def test_epochs_of_a_mixture_have_their_own_trees(alike_world: TinyWorld, mix: s
         assert shared.saved > 0.3
         all_packs.add(plan.packs.fingerprint)
     assert len(all_packs) == 3
+    # What is left of an epoch after the data changed, too.
+    untrained = np.sort(inputs.mixture.draw(0))[3:]
+    rest = inputs._plan(0, BatchShape(1, 1, 1), None, inputs.towers, untrained)
+    check_packs(rest, run)
+    assert sorted(rest.packs.samples.tolist()) == untrained.tolist()
     # Copies of a sample are in different trees.
     for start, stop in zip(shared.trees.offsets[:-1], shared.trees.offsets[1:], strict=True):
         assert len(set(shared.trees.samples[start:stop].tolist())) == stop - start

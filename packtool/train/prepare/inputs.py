@@ -276,13 +276,12 @@ class Inputs:
             return self.plan_mixture(self.mixture, epoch, batch_shape, self._num_drawn_packs)
         return self._plan(epoch, batch_shape, self.shared, self.towers)
 
-    def _drawn_packs(self, epoch: int) -> PackPlan:
-        """The packs of an epoch with a mixture, or a number of samples per step; of any number without sharing."""
-        seed, drawn = self.config.seed, self._drawn_prefixes
-        if self.mixture is not None:
-            return pack_drawn(self.mixture, self.options, seed=seed, epoch=epoch, drawn=drawn)
-        media_tokens = self.media_tokens
-        return pack_epoch(self.lengths, self.options, seed=seed, epoch=epoch, media_tokens=media_tokens, drawn=drawn)
+    def _drawn_packs(self, epoch: int, untrained: Int64Array | None = None) -> PackPlan:
+        """The packs of an epoch with a mixture, or a number of samples per step; or of ``untrained`` samples, (M,)."""
+        shared: dict[str, Any] = {"seed": self.config.seed, "epoch": epoch, "drawn": self._drawn_prefixes}
+        if self.mixture is not None and untrained is None:
+            return pack_drawn(self.mixture, self.options, **shared)
+        return pack_epoch(self.lengths, self.options, media_tokens=self.media_tokens, untrained=untrained, **shared)
 
     def _first_groups(self) -> PackPlan:
         """The samples of the first epoch, each group that shares a prefix as a pack; or their steps, if these do."""
@@ -321,16 +320,7 @@ class Inputs:
         ``shared`` are the prefixes of these samples; with them, a sample has only the media that it adds to its prefix.
         """
         if self._drawn_prefixes is not None:
-            packs = pack_epoch(
-                self.lengths,
-                self.options,
-                seed=self.config.seed,
-                epoch=epoch,
-                media_tokens=self.media_tokens,
-                untrained=untrained,
-                drawn=self._drawn_prefixes,
-            )
-            return self.assign(packs, batch_shape)
+            return self.assign(self._drawn_packs(epoch, untrained), batch_shape)
         return plan_epoch(
             self.lengths,
             self.targets,
