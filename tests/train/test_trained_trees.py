@@ -148,13 +148,15 @@ def two_processes(alike_world: TinyWorld, tmp_path_factory: pytest.TempPathFacto
     jobs.append(("train", full_run, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{full_run}/checkpoint-2"}))
     jobs.append(("train", root / "stream", streamed(alike_world, **DESCENT, gradient_accumulation_steps=8)))
+    of_both = DESCENT | {"gradient_accumulation_steps": 16, "sequence_parallel_size": 2}
+    jobs.append(("train", root / "stream of both", streamed(alike_world, **of_both)))
     jobs = [check_before(job, ("ddp", "ring")) for job in jobs]
     jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
     run_ranks(2, run_jobs, alike_world, jobs, scratch=root)
     return root
 
 
-@pytest.mark.parametrize("name", [*TWO_PROCESSES, "stream"])
+@pytest.mark.parametrize("name", [*TWO_PROCESSES, "stream", "stream of both"])
 def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
     check_step(two_processes / name, reference)
     (line,), (padded,) = read_metrics(two_processes / name), read_metrics(reference)
