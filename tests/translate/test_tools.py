@@ -66,6 +66,9 @@ def test_llama_factory_packing_and_pretraining() -> None:
     texts = translated("LLaMA-Factory", {"stage": "pt", "dataset": "a"})
     assert (texts.values["packing"], texts.values["truncation_strategy"]) == (True, "split")
     assert texts.values["dataset_info"] == "data"
+    assert translated("LLaMA-Factory", {"stage": "pt", "neat_packing": False}).values["packing"] is True
+    both = {"stage": "sft", "neat_packing": False, "packing": True}
+    assert translated("LLaMA-Factory", both).values["packing"] is True
     assert translated("LLaMA-Factory", {"dataset_dir": "ONLINE", "dataset": "u/a"}).values["dataset"] == ["u/a"]
 
 
