@@ -263,9 +263,12 @@ class ExpectedTime:
         return np.maximum(computing_seconds + waiting_seconds + gathering_seconds, times.launch_seconds)
 
     def gathering_seconds(self, config: TrainConfig, plan: EpochPlan) -> Seconds:
-        """Seconds in which each micro-batch gathers the keys and values of shared prefixes, (C,)."""
+        """Seconds in which each micro-batch gathers the keys and values of shared prefixes, (C,).
+
+        Ranks that share a micro-batch divide the keys, as they divide the heads or the sequence.
+        """
         keys = plan.steps.micro_batch_sums(plan.packs.gathered_keys_per_pack())
-        return np.asarray(keys * self._machine(config).key_seconds)
+        return np.asarray(keys * self._machine(config).key_seconds / config.sequence_parallel_ranks)
 
     def _machine(self, config: TrainConfig) -> Machine:
         """Return a model of this run's devices and links."""
