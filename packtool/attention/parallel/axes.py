@@ -40,11 +40,7 @@ class Heads:
         """Read the numbers of heads from a ``config.json``; of a multimodal model, those of its text tower."""
         text = text_config_of(config)
         queries = int(text["num_attention_heads"])
-        layers = text.get("layer_types")
-        # Without the list all layers have the window, as Mistral's, unless it is switched off, as in most of Qwen2's.
-        sliding = "sliding_attention" in layers if layers else bool(text.get("use_sliding_window", True))
-        has_windows = sliding and bool(text.get("sliding_window"))
-        return cls(queries, int(text.get("num_key_value_heads") or queries), has_windows)
+        return cls(queries, int(text.get("num_key_value_heads") or queries), has_sliding_windows(config))
 
     def can_divide_among(self, ulysses_size: int) -> bool:
         """True if this many ranks can share the heads evenly; K and V are repeated where they have fewer."""
@@ -67,6 +63,15 @@ class Heads:
         numbers_per_gradient = 2  # a 32-bit gradient is as large as two 16-bit numbers
         kv_volume = (2 * num_hops + numbers_per_gradient * num_gradient_hops) * kv_of_rank
         return 2 * ulysses_volume + kv_volume
+
+
+def has_sliding_windows(config: Mapping[str, Any]) -> bool:
+    """Return whether some layers of a model have a sliding window, from its ``config.json``."""
+    text = text_config_of(config)
+    layers = text.get("layer_types")
+    # Without the list all layers have the window, as Mistral's, unless it is switched off, as in most of Qwen2's.
+    is_used = "sliding_attention" in layers if layers else bool(text.get("use_sliding_window", True))
+    return is_used and bool(text.get("sliding_window"))
 
 
 def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.attention.parallel.axes import Heads
+from packtool.attention.parallel.axes import has_sliding_windows
 from packtool.cache.index import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.packing import SharingOptions
@@ -228,7 +228,7 @@ def decide_sharing(
 def conflicts_of_sharing(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
     """Options that exclude shared prefixes, also for the model; UnsupportedModelError if they are required for that."""
     conflicts = list(config.sharing_conflicts)
-    if getattr(config, "sequence_parallel_ranks", 1) > 1 and Heads.of_config(model).has_windows:
+    if getattr(config, "sequence_parallel_ranks", 1) > 1 and has_sliding_windows(model):
         conflict = "--sequence-parallel-size for a model with sliding windows, which would cut prefixes"
         if config.share_prefix == "true":
             problem = f"--share-prefix true cannot be combined with {conflict}"
