@@ -14,19 +14,19 @@ import pyarrow as pa
 
 from packtool.cache.task import Report, Task, TaskResult, TaskSettings, run_task
 from packtool.config.data import EncodeSpec
-from packtool.encode.encoder import Encoder
-from packtool.encode.model_files import ModelFiles
+from packtool.encode.encoder import Encoder, worker_encoder
 from packtool.errors import ConfigError, PacktoolError
-from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread
+from packtool.launch.worker import WorkerDied, WorkerPool
 
 _CHECK_EVERY_S = 0.5
 _MAX_ATTEMPTS = 3
 
 
-class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
+class Executor(WorkerPool[Task, TaskResult]):
     """Worker processes of this machine that run an export's tasks; a context manager that kills them at its end.
 
-    Workers may start before there are tasks, because loading a tokenizer takes a second.
+    Workers may start before there are tasks, because loading a tokenizer takes a second. They get the settings of all
+    tasks, which may hold the hashes of many questions, with their first task.
 
     Args:
         num_proc: number of processes; with 1, tasks run in this process.
@@ -59,7 +59,7 @@ class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
     def run(
         self, tasks: Sequence[Task], settings: TaskSettings, encoder: Callable[[], Encoder], report: Report
     ) -> Iterator[TaskResult]:
-        """Run tasks and yield their results as they finish, in any order.
+        """Run tasks and yield their results as they finish, in any order; to be called once.
 
         ``encoder`` returns the encoder of this process, for tasks that run here. PacktoolError if a worker died; an
         error of a task passes through and stops the other tasks.
@@ -69,13 +69,16 @@ class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
                 yield run_task(task, encoder(), settings, report)
             return
         num_done = 0
-        jobs = ((task, settings) for task in tasks)
+        self._settings = settings
         try:
-            for result in self.map(jobs, in_order=False, report=report):
+            for result in self.map(tasks, in_order=False, report=report):
                 num_done += 1
                 yield result
         except WorkerDied:
             raise _worker_died_error(f"{num_done} of {len(tasks)}") from None
+
+    def _message_of(self, job: Task, *, is_first: bool) -> tuple[Task, TaskSettings | None]:
+        return job, self._settings if is_first else None
 
 
 def _worker_died_error(num_done: str) -> PacktoolError:
@@ -86,18 +89,21 @@ def _worker_died_error(num_done: str) -> PacktoolError:
     )
 
 
-def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, TaskSettings]], TaskResult]:
+def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, TaskSettings | None]], TaskResult]:
     """Load the tokenizer in a worker process, and return the function that runs a task there.
 
     ``report`` sends numbers of rows, drops and tokens to the main process.
     """
-    tokenize_in_one_thread()
     block_pandas()
-    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
+    encoder = worker_encoder(spec)
     gc.freeze()  # garbage collections skip the loaded files, which stay alive
+    settings: TaskSettings | None = None
 
-    def run(job: tuple[Task, TaskSettings]) -> TaskResult:
-        task, settings = job
+    def run(job: tuple[Task, TaskSettings | None]) -> TaskResult:
+        nonlocal settings
+        task, first_settings = job
+        settings = settings or first_settings
+        assert settings is not None, "the first task comes with them"
         return run_task(task, encoder, settings, report)
 
     return run
@@ -220,10 +226,7 @@ class _Actor:
     """A Ray actor with one encoder, which runs a task at a time."""
 
     def __init__(self, settings: TaskSettings) -> None:
-        tokenize_in_one_thread()
-        self._settings = settings
-        spec = settings.spec
-        self._encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
+        self._settings, self._encoder = settings, worker_encoder(settings.spec)
 
     def run(self, task: Task) -> TaskResult:
         return run_task(task, self._encoder, self._settings)

@@ -261,7 +261,7 @@ class _Export:
         self, directory: str, lock: DirectoryLock, results: Sequence[TaskResult], reused: Mapping[int, TaskResult]
     ) -> ExportSummary:
         """Compare the rows of all tasks, and publish the cache of those that are kept."""
-        results, self.findings = output_dir.compare_rows(directory, results, self.held_out, self.config)
+        results, self.findings = output_dir.compare_rows(directory, results, self.held_out, self.config, lock.check)
         manifest = output_dir.build_manifest(self.identity, self.sources, results)
         output_dir.refuse_empty(manifest, results, directory)
         output_dir.publish_cache(directory, manifest, results, lock.check, self.has_parts)

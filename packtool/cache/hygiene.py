@@ -232,16 +232,6 @@ _Rows = Mapping[str, npt.NDArray[Any]]  # columns of ``HASHED_INDEX``, (R,) each
 _Positions = npt.NDArray[np.int64]
 
 
-def _related_rows(rows: _Rows) -> dict[str, npt.NDArray[np.integer[Any]]]:
-    """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none."""
-    return {
-        "val_overlap": _val_overlaps(rows),
-        "duplicate": _duplicates(rows),
-        "conflict": _conflicts(rows),
-        _HELD_OUT: rows["question"],
-    }
-
-
 def _first_equal(values: npt.NDArray[Any]) -> _Positions:
     """Return the position of the first equal value, for each of N values, (N,)."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
@@ -293,7 +283,10 @@ def compare(
     Return counts of findings by kind, lines of ``hygiene.jsonl``, and rows to drop, with positions of first samples.
     """
     rows, sources = _rows_of(index)
-    related = _related_rows(rows)
+    # For each kind of finding: number of a related row or held-out question for each row, (R,); -1: none.
+    related = {"val_overlap": _val_overlaps(rows), "duplicate": _duplicates(rows), "conflict": _conflicts(rows)}
+    related[_HELD_OUT] = rows["question"]
+    questions = [] if held_out is None else held_out.questions
     is_found = {kind: numbers >= 0 for kind, numbers in related.items()}
     counts = {f"{kind}s": int(np.count_nonzero(is_found[kind])) for kind in related if is_found[kind].any()}
     lines = [json.dumps({"counts": counts}) + "\n"]
@@ -302,24 +295,17 @@ def compare(
     dropped_kinds += ["duplicate"] if config.on_duplicates == "drop" else []
     for i in np.flatnonzero(np.any([*is_found.values()], axis=0)).tolist():
         place = _place(rows, sources, i)
-        matches = {}
-        for kind in related:
-            if is_found[kind][i]:
-                matches[kind] = _match(kind, int(related[kind][i]), rows, sources, held_out)
+        numbers = {kind: int(related[kind][i]) for kind in related if is_found[kind][i]}
+        matches = {
+            kind: questions[number] if kind == _HELD_OUT else _place(rows, sources, number)
+            for kind, number in numbers.items()
+        }
         reasons = [kind for kind in matches if kind in dropped_kinds]
         if reasons:
             drops.append((int(rows["first"][i]), _dropped(place, reasons[0], matches[reasons[0]])))
         for kind, match in matches.items():
             lines.append(json.dumps({"kind": kind, **place, "of": match, "dropped": bool(reasons)}) + "\n")
     return counts, lines, drops
-
-
-def _match(kind: str, number: int, rows: _Rows, sources: Sequence[str], held_out: HeldOut | None) -> dict[str, Any]:
-    """Return the place of the row or held-out question with this number, which ``_related_rows`` returned."""
-    if kind != _HELD_OUT:
-        return _place(rows, sources, number)
-    assert held_out is not None, "no question is found otherwise"
-    return held_out.questions[number]
 
 
 def _rows_of(index: pa.Table) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:

@@ -363,11 +363,16 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
 
 
 def compare_rows(
-    directory: str | None, results: Sequence[TaskResult], held_out: hygiene.HeldOut | None, config: ExportConfig
+    directory: str | None,
+    results: Sequence[TaskResult],
+    held_out: hygiene.HeldOut | None,
+    config: ExportConfig,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[list[TaskResult], dict[str, int]]:
     """Compare the rows of all tasks; return the results without rows to drop, and the number of findings by kind.
 
-    ``directory``: of the tasks' files; None if they wrote none. Raises a DataError for ``--on-overlap fail``.
+    ``directory``: of the tasks' files; None if they wrote none. ``check``: called before ``hygiene.jsonl`` is published
+    (``publish_cache``). Raises a DataError for ``--on-overlap fail``.
     """
     results = [replace(result, splits=dict(result.splits), drops=list(result.drops)) for result in results]
     parts = [(split, *part) for split in (TRAIN_SPLIT, VAL_SPLIT) for part in _batches_of(directory, split, results)]
@@ -376,6 +381,7 @@ def compare_rows(
     counts, lines, drops = hygiene.compare(index, held_out, config)
     path = storage.join(directory or "--output-dir", hygiene.FILE_NAME)
     if directory and counts:
+        check()
         storage.publish(path, "".join(lines).encode())
     hygiene.refuse_overlaps(config, counts, path)
     # The index joins the parts, and drops are in its order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -477,6 +478,12 @@ def _locate_end(rendered: _Rendered, tokens: JoinedTokens, turn: TurnChunks) -> 
         return len(rendered.expanded.chunks) - 1, len(tokens.ids)
     last_chunk = rendered.expanded.first_expanded[turn.last]  # its control token ends the turn
     return last_chunk, tokens.text_starts[last_chunk]
+
+
+def worker_encoder(spec: EncodeSpec) -> Encoder:
+    """Load the encoder of a worker process; it tokenizes in one thread, because there are as many workers as cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
 
 
 def _load_tokenizer(files: ModelFiles) -> Tokenizer:

@@ -63,11 +63,6 @@ def begin_worker(number: int = 0) -> None:
         threading.Thread(target=_end_at_sigterm, args=(parent.pid,), daemon=True).start()
 
 
-def tokenize_in_one_thread() -> None:
-    """Keep the tokenizers library from starting threads in this process, which is one of as many as there are cores."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
 def _end_at_sigterm(parent: int | None) -> None:
     """Exit at the first SIGTERM from the parent process; runs in a thread."""
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
@@ -92,7 +87,7 @@ class WorkerPool(Generic[Job, Result]):
             that runs a job. ``report`` sends progress to the parent.
     """
 
-    def __init__(self, num_proc: int, make: Callable[..., Callable[[Job], Result]], *arguments: object) -> None:
+    def __init__(self, num_proc: int, make: Callable[..., Callable[[Any], Result]], *arguments: object) -> None:
         self.num_proc = num_proc
         self._target = make, arguments
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
@@ -179,15 +174,20 @@ class WorkerPool(Generic[Job, Result]):
             num_yielded += 1
             yield content
 
+    def _message_of(self, job: Job, *, is_first: bool) -> Any:
+        """Return what the function of ``make`` receives for a job; ``is_first``: the first job of its process."""
+        return job
+
     def _run_jobs(self, pipe: Connection) -> None:
         """Run jobs in one process, and pass its messages on; called in a thread."""
+        is_first = True
         with pipe:
             while (item := self._jobs.get()) is not None:
                 number, job, messages = item
                 try:
                     with contextlib.suppress(OSError):  # the process has ended; its last messages are received next
-                        pipe.send(job)
-                    kind = ""
+                        pipe.send(self._message_of(job, is_first=is_first))
+                    kind, is_first = "", False
                     while kind not in ("result", "error"):
                         kind, content = _receive(pipe)
                         if kind != "ready":

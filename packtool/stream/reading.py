@@ -24,10 +24,9 @@ from packtool.cache.shard import ShardWriter
 from packtool.config.data import EncodeSpec
 from packtool.config.settings import load_json
 from packtool.encode.encoded import EncodedSample, left_out_of
-from packtool.encode.encoder import Encoder, encode_samples
-from packtool.encode.model_files import ModelFiles
+from packtool.encode.encoder import encode_samples, worker_encoder
 from packtool.errors import MismatchError, PacktoolError, StoreDownError
-from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread
+from packtool.launch.worker import WorkerDied, WorkerPool
 from packtool.planning.shuffle import RandomStream
 from packtool.rows.read import follow, samples_of
 from packtool.rows.sample import Dropped
@@ -208,8 +207,7 @@ def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], En
 
     The worker pool requires the parameter ``report``, but encoding reports no progress.
     """
-    tokenize_in_one_thread()
-    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
+    encoder = worker_encoder(spec)
 
     def encode(stream_block: StreamBlock) -> EncodedBlock:
         samples: list[EncodedSample] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -190,7 +191,11 @@ def test_workers_parts_and_interruptions_give_the_same_lists(
 ) -> None:
     options = {"on_duplicates": "drop", "on_overlap": "drop"}
     run_hygiene("one", **options)
-    run_hygiene("two", dataset_num_proc=2, **options)
+    reduce, num_pickled = HeldOut.__reduce__, itertools.count()
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldOut, "__reduce__", lambda held_out: (next(num_pickled), reduce(held_out))[1])
+        run_hygiene("two", dataset_num_proc=2, **options)
+    assert next(num_pickled) in (1, 2), "once for each worker, not for each of the three tasks"
     for index in (1, 0, 2):
         summary = run_hygiene("parts", num_tasks=3, task_index=index, **options)
     assert summary.num_missing_shards == 0
@@ -208,6 +213,24 @@ def test_workers_parts_and_interruptions_give_the_same_lists(
     expected = tree(tmp_path / "one")
     for name in ("two", "parts", "resumed"):
         assert tree(tmp_path / name) == expected, name
+
+
+@pytest.mark.parametrize("policy", ["keep", "fail"])
+def test_a_run_that_lost_its_lock_leaves_the_list_of_the_other(
+    run_hygiene: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    cache = tmp_path / "cache"
+
+    def compare_while_another_takes_over(*args: Any) -> Any:
+        for path in cache.glob(".lock-*"):
+            path.unlink()
+        (cache / "hygiene.jsonl").write_text("of another run")
+        return compare(*args)
+
+    monkeypatch.setattr(hygiene, "compare", compare_while_another_takes_over)
+    with pytest.raises(MismatchError, match="was taken over by another run"):
+        run_hygiene(on_overlap=policy)
+    assert (cache / "hygiene.jsonl").read_text() == "of another run"
 
 
 def test_a_refused_export_needs_no_second_encoding(run_hygiene: Export, tmp_path: Path) -> None:
@@ -425,7 +448,7 @@ def test_ngrams_are_found_as_by_comparing_lists(ids: list[int], texts: list[list
     keys = np.unique(np.concatenate([np.empty(0, np.uint64), *(ngram_hashes(np.array(t, np.int32)) for t in texts)]))
     held_out = HeldOut(keys, np.arange(len(keys), dtype=np.int32))
     rows = [[sample_of(ids)], [sample_of(ids[:20]), sample_of(ids[20:])]]  # of two samples: no n-gram across them
-    matches = held_out.match(rows, np.zeros(2, np.uint64)).tolist()
+    matches = held_out.match(rows, np.ones(2, np.uint64)).tolist()  # 0 is the hash of 13 zeros
     expected = {ngram for text in texts for ngram in ngrams(text)}
     for match, parts in zip(matches, ([ids], [ids[:20], ids[20:]]), strict=True):
         shared = [ngram for part in parts for ngram in ngrams(part) if ngram in expected]

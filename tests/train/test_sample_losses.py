@@ -15,6 +15,7 @@ import torch
 from packtool.batch.collate import collate_packs
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
+from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.checks import load_spec
@@ -183,6 +184,19 @@ def test_resumed_run_keeps_what_an_uninterrupted_one_keeps(tiny: TinyWorld, tmp_
     first, second = kept(tmp_path / "whole", tiny.cache)
     np.testing.assert_array_equal(first, whole[0])
     np.testing.assert_array_equal(second, np.where(ledger.sources[0].epoch.counts() > 0, whole[1], np.nan))
+
+
+def _resume_with_damaged_losses(tiny: TinyWorld, output_dir: Path) -> None:
+    train(tiny.config(output_dir, **EPOCHS), SilentProgress())
+    if os.environ["RANK"] == "0":
+        (output_dir / "history" / "losses-0.npz").write_bytes(b"damaged")
+    settings = EPOCHS | {"resume_from_checkpoint": str(output_dir / "checkpoint-1")}
+    with pytest.raises(MismatchError, match=r"losses-0\.npz cannot be read"):
+        train(tiny.config(output_dir, **settings), SilentProgress())
+
+
+def test_damaged_losses_end_all_ranks_with_the_same_error(tiny: TinyWorld, tmp_path: Path) -> None:
+    run_ranks(2, _resume_with_damaged_losses, tiny, tmp_path / "run", scratch=tmp_path)
 
 
 def test_two_bytes_per_sample_and_epoch(

@@ -18,7 +18,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.dataset import explain_dead_workers
 from packtool.batch.spec import InputSpec
 from packtool.cache.lock import DirectoryLock
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.world import all_gather_objects
 from packtool.planning.mixture import share_figures
 from packtool.progress import Progress
@@ -275,11 +275,18 @@ class RunCallback(TrainerCallback):
         self._num_recorded = 0  # this rank's skipped samples that the ledger has
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the report, and write the run's history."""
+        """Start the report, and write the run's history; all ranks raise the first rank's error."""
         if self.report is not None:
             self.report.begin(state.max_steps)
+        error: PacktoolError | None = None
         if self._record is not None and state.is_world_process_zero:
-            self._record.begin(str(args.output_dir))
+            try:
+                self._record.begin(str(args.output_dir))
+            except PacktoolError as begin_error:
+                error = begin_error
+        error = all_gather_objects(error, self.run.world.size)[0]  # else the other ranks would report a lost process
+        if error is not None:
+            raise error
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start watching a step, and announce a stage that begins with it."""
