@@ -195,7 +195,8 @@ def _run_on_actors(
             waiting.append(task)  # runs next, on a new actor
             start_next(actor_class.remote(settings))
             continue
-        _report_result(result, report)
+        num_tokens = sum(split.counts.tokens for split in result.splits.values())
+        report(result.counts.rows, sum(result.counts.dropped.values()), num_tokens)
         yield result
         start_next(actor)
 
@@ -214,12 +215,6 @@ def _actor_died_error(task: Task, error: Exception) -> PacktoolError:
         f"the Ray actor of shard {task.number} died {_MAX_ATTEMPTS} times: {error}",
         "Run the same command again on machines with more memory to resume after the finished shards.",
     )
-
-
-def _report_result(result: TaskResult, report: Report) -> None:
-    num_dropped = sum(result.counts.dropped.values())
-    num_tokens = sum(split.counts.tokens for split in result.splits.values())
-    report(result.counts.rows, num_dropped, num_tokens)
 
 
 class _Actor:
