@@ -232,6 +232,12 @@ _Rows = Mapping[str, npt.NDArray[Any]]  # columns of ``HASHED_INDEX``, (R,) each
 _Positions = npt.NDArray[np.int64]
 
 
+def _related_rows(rows: _Rows) -> dict[str, npt.NDArray[np.integer[Any]]]:
+    """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none."""
+    related = {"val_overlap": _val_overlaps(rows), "duplicate": _duplicates(rows), "conflict": _conflicts(rows)}
+    return {**related, _HELD_OUT: rows["question"]}
+
+
 def _first_equal(values: npt.NDArray[Any]) -> _Positions:
     """Return the position of the first equal value, for each of N values, (N,)."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
@@ -283,10 +289,8 @@ def compare(
     Return counts of findings by kind, lines of ``hygiene.jsonl``, and rows to drop, with positions of first samples.
     """
     rows, sources = _rows_of(index)
-    # For each kind of finding: number of a related row or held-out question for each row, (R,); -1: none.
-    related = {"val_overlap": _val_overlaps(rows), "duplicate": _duplicates(rows), "conflict": _conflicts(rows)}
-    related[_HELD_OUT] = rows["question"]
-    questions = [] if held_out is None else held_out.questions
+    related = _related_rows(rows)
+    questions = held_out.questions if held_out else []
     is_found = {kind: numbers >= 0 for kind, numbers in related.items()}
     counts = {f"{kind}s": int(np.count_nonzero(is_found[kind])) for kind in related if is_found[kind].any()}
     lines = [json.dumps({"counts": counts}) + "\n"]

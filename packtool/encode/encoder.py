@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +43,7 @@ from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
 from packtool.errors import ConfigError, StorageError
+from packtool.launch.worker import tokenize_in_one_thread
 from packtool.media.files import MediaProblem, check_allowed
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.forms.media import lone_mark_detail
@@ -481,8 +481,8 @@ def _locate_end(rendered: _Rendered, tokens: JoinedTokens, turn: TurnChunks) -> 
 
 
 def worker_encoder(spec: EncodeSpec) -> Encoder:
-    """Load the encoder of a worker process; it tokenizes in one thread, because there are as many workers as cores."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    """Load the encoder of a worker process, which tokenizes in one thread."""
+    tokenize_in_one_thread()
     return Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
 
 

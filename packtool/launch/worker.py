@@ -63,6 +63,11 @@ def begin_worker(number: int = 0) -> None:
         threading.Thread(target=_end_at_sigterm, args=(parent.pid,), daemon=True).start()
 
 
+def tokenize_in_one_thread() -> None:
+    """Keep the tokenizers library from starting threads in this process, which is one of as many as there are cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def _end_at_sigterm(parent: int | None) -> None:
     """Exit at the first SIGTERM from the parent process; runs in a thread."""
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
