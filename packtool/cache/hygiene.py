@@ -292,7 +292,7 @@ def compare(
     related = _related_rows(rows)
     questions = held_out.questions if held_out else []
     is_found = {kind: numbers >= 0 for kind, numbers in related.items()}
-    counts = {f"{kind}s": int(np.count_nonzero(is_found[kind])) for kind in related if is_found[kind].any()}
+    counts = {f"{kind}s": int(is_found[kind].sum()) for kind in related if is_found[kind].any()}
     lines = [json.dumps({"counts": counts}) + "\n"]
     drops: list[tuple[int, Dropped]] = []
     dropped_kinds = ["val_overlap", _HELD_OUT] if config.on_overlap == "drop" else []
