@@ -17,6 +17,7 @@ from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.launch.world import World, processes_of_machine
+from packtool.planning.layers import language_config
 
 
 def axes_of(
@@ -33,7 +34,7 @@ def axes_of(
     refuse_unshareable_sequences(files.config, world.sequence_parallel_size, trained=trained)
     tokens = np.asarray(lengths, np.float64)
     typical = int(np.square(tokens).sum() / max(tokens.sum(), 1))
-    heads = Heads.of_config(files.config)
+    heads = Heads.of_config(language_config(files.config))  # some models have other names for its settings
     nearby = processes_of_machine(otherwise=world.size)
     return choose_axes(config, heads, typical_length=typical, ranks_per_node=nearby)
 

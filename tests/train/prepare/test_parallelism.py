@@ -1,14 +1,19 @@
-"""DeepSpeed's settings behind their names, and in files."""
+"""How processes share sequences, and DeepSpeed's settings behind their names and in files."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import AutoConfig
 
+from packtool.config.packing import ParallelOptions
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
-from packtool.train.prepare.parallelism import deepspeed_settings
+from packtool.launch.world import World
+from packtool.train.prepare.parallelism import axes_of, deepspeed_settings
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -33,3 +38,12 @@ def test_a_file_of_settings(tmp_path: Path) -> None:
     for name in ("broken.json", "gone.json"):
         with pytest.raises(ConfigError, match="Give zero0, zero1, zero2, zero3, or a JSON file"):
             deepspeed_settings(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gptj", "gpt_neo", "bloom", "falcon"])
+def test_models_with_old_names_of_settings_share_sequences(model_type: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    files = ModelFiles(str(tmp_path), config, {}, "", "", {})
+    axes = axes_of(ParallelOptions(sequence_parallel_size=2), World(0, 2, 2), files, np.array([4096, 8192]))
+    assert axes.ring_size * axes.ulysses_size == 2
