@@ -12,9 +12,9 @@ from packtool.config.commands import TranslateConfig
 from packtool.config.settings import resolve
 from packtool.errors import ConfigError
 from packtool.translate.names import Translation
-from packtool.translate.read import read_command, read_file
+from packtool.translate.read import SETTINGS, read_command, read_file
 from packtool.translate.render import as_command, as_yaml
-from packtool.translate.tools import OPTIONS_OF, translate
+from packtool.translate.tools import translate
 
 
 def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
@@ -28,7 +28,7 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     if not source.values and not source.tool:
         raise ConfigError(f"{config.file}: the file is empty")
     command = source.command
-    cls = OPTIONS_OF[command]
+    cls = SETTINGS[command]
     if source.tool:
         translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
     else:  # packtool's own YAML: its values as they are

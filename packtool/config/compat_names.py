@@ -22,18 +22,16 @@ import math
 import re
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from packtool.config.settings import FALSE_WORDS, flag
 
-Status = Literal["same", "renamed", "set", "unneeded", "unsupported"]
-ENVIRONMENT = "env:"
+# All but the first: from the most to the least helpful one.
+Status = Literal["same", "renamed", "set", "unsupported", "unneeded"]
 EVERY_COMMAND = "*"
 SET_TOO = "--set training."
 TRANSFORMERS = "transformers"
 """Owner of the fields of transformers' TrainingArguments, which all other tools accept."""
-# Statuses from the most to the least helpful one.
-_STRENGTH: tuple[Status, ...] = ("renamed", "set", "unsupported", "unneeded")
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,13 @@ def training_argument_problem(name: str) -> str | None:
     return entry.reason if option == "-" else f"use {option} instead" + (f": {entry.reason}" if entry.reason else "")
 
 
+def find_entry_of_tool(name: str, tool: str, command: str) -> CompatName | None:
+    """Return the entry of a name for a tool, else that of transformers' TrainingArguments, which all tools take."""
+    entries = [entry for entry in compat_entries(name) if entry.command in (EVERY_COMMAND, command)]
+    entries_by_owner = [entry for owner in (tool, TRANSFORMERS) for entry in entries if entry.tool == owner]
+    return next((entry for entry in entries_by_owner if not entry.is_variable), None)
+
+
 def find_compat_name(name: str, command: str) -> CompatName | None:
     """Return the entry of another tool's option or key that packtool does not have; None if there is none.
 
@@ -106,7 +111,7 @@ def find_compat_name(name: str, command: str) -> CompatName | None:
         meanings[explanation] = entry if earlier is None else replace(earlier, tool=f"{earlier.tool}, {entry.tool}")
     if not meanings:
         return None
-    first, *others = sorted(meanings.values(), key=lambda entry: _STRENGTH.index(entry.status))
+    first, *others = sorted(meanings.values(), key=lambda entry: get_args(Status).index(entry.status))
     return replace(first, other_meanings=tuple(others))
 
 
@@ -133,7 +138,7 @@ def compat_names() -> tuple[CompatName, ...]:
     for line in text.splitlines():
         if line and not line.startswith("#"):
             tool, status, command, options, names, reason = line.split("\t")
-            owner, is_variable = tool.removeprefix(ENVIRONMENT), tool.startswith(ENVIRONMENT)
+            owner, is_variable = tool.removeprefix("env:"), tool.startswith("env:")
             entries += [
                 CompatName(name, owner, cast(Status, status), command, options, reason, is_variable)
                 for name in names.split()

@@ -90,7 +90,7 @@ def with_local_copies(config: C) -> C:
     changes: dict[str, Any] = {}
     if not os.path.isdir(config.model):
         patterns = {"allow_patterns": _MODEL_FILES_WITHOUT_WEIGHTS} if isinstance(config, ExportConfig) else {}
-        changes["model"] = _download("--model", "snapshot_download", config.model, **patterns)
+        changes["model"] = download("--model", "snapshot_download", config.model, **patterns)
     for option in ("dataset", "val_dataset", *(["check_against"] if isinstance(config, ExportConfig) else [])):
         names = getattr(config, option)
         changes[option] = tuple(_downloaded_dataset(f"--{option.replace('_', '-')}", name, config) for name in names)
@@ -106,15 +106,10 @@ def _downloaded_dataset(option: str, argument: str, config: ExportConfig | Train
     if ":" in name:
         message = f"{option} {argument}: a subset or split of a ModelScope dataset cannot be selected"
         raise ConfigError(message, "Remove the colon and the text after it to read all files, or pass the files.")
-    return download_dataset(option, name) + mark + amount
+    return download(option, "dataset_snapshot_download", name) + mark + amount
 
 
-def download_dataset(option: str, name: str) -> str:
-    """Download a dataset from ModelScope and return its folder; ``option`` is for messages."""
-    return _download(option, "dataset_snapshot_download", name)
-
-
-def _download(option: str, function: str, name: str, **settings: Any) -> str:
+def download(option: str, function: str, name: str, **settings: Any) -> str:
     """Download a model or dataset with a function of ``modelscope.hub.snapshot_download``, and return its folder."""
     try:
         from modelscope.hub import snapshot_download

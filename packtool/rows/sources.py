@@ -24,7 +24,7 @@ from packtool.rows.forms.columns import NAMES
 from packtool.rows.forms.messages import TAG_NAMES
 from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.forms.segments import PROMPT_FORMATS
-from packtool.rows.hubs import HUB_PREFIX, download_dataset, hub_files, hub_id
+from packtool.rows.hubs import HUB_PREFIX, download, hub_files, hub_id
 from packtool.rows.source import KNOWN_FORMATS, Pairs, SourceSpec, format_of
 
 # Keys for the location of a dataset; the first with a value is used, as in LLaMA-Factory.
@@ -38,7 +38,6 @@ _PROMPT_FORMAT_KEYS = ("prompt_format", "prompt_format_without_input")
 _TEXT_KEYS = (*_LOCATION_KEYS, *_SELECTION_KEYS, "loss_scale", "system", *_PROMPT_FORMAT_KEYS)
 # LLaMA-Factory's file_sha1 is ignored. loss_scale, system and prompt formats are only in packtool.
 _ENTRY_KEYS = (*_TEXT_KEYS, "formatting", "ranking", "num_samples", "columns", "tags", "file_sha1")
-_FORMATTINGS = (None, "alpaca", "sharegpt", "openai")
 _TAG_KEYS = (*TAG_NAMES, "role_tag", "content_tag")
 # LLaMA-Factory's names of alpaca's columns, and packtool's.
 _ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
@@ -138,7 +137,7 @@ def _value_problems(entry: Mapping[str, Any]) -> list[str]:
     if entry.get("ranking") or preference_columns:
         setting = "ranking" if entry.get("ranking") else f"the columns {', '.join(preference_columns)}"
         problems.append(f" has {setting}: preference data is not supported, only supervised data")
-    if entry.get("formatting") not in _FORMATTINGS:
+    if entry.get("formatting") not in (None, "alpaca", "sharegpt", "openai"):
         problems.append(f" has formatting {entry['formatting']!r}; it must be alpaca, sharegpt or openai")
     for key in ("columns", "tags"):
         value = entry.get(key, {})
@@ -227,11 +226,7 @@ def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSp
 
 
 def _common_spec(config: ExportConfig) -> SourceSpec:
-    """Return the settings of all sources; their paths, names, splits and groups are still missing.
-
-    Raises:
-        ConfigError: ``--columns`` or ``--prompt-format`` is invalid.
-    """
+    """Return the settings of all sources; their paths, names, splits and groups are still missing."""
     prompt_format = {"prompt_format": config.prompt_format}
     for problem in _prompt_format_problems(prompt_format):
         raise ConfigError(
@@ -347,9 +342,8 @@ def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, na
         location_key = "ms_hub_url"
     location = entry[location_key]
     if location_key == "ms_hub_url":
-        downloaded_folder = download_dataset(f"{option} {name}:", location)
-        return hub_files(downloaded_folder, subset, split, folder)
-    if location_key == "hf_hub_url":
+        location = download(f"{option} {name}:", "dataset_snapshot_download", location)
+    if location_key in ("hf_hub_url", "ms_hub_url"):
         return hub_files(location, subset, split, folder)
     if location_key == "file_name":
         location = storage.join(storage.parent(info.path), location)

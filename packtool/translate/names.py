@@ -25,7 +25,6 @@ and perhaps several alternatives, as in ``float8|fp8``; it is ``none`` for a key
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -33,25 +32,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from packtool.config.compat_names import (
-    EVERY_COMMAND,
-    TRANSFORMERS,
-    CompatName,
-    compat_entries,
-    compat_names,
-    in_our_unit,
-)
-from packtool.config.data import ExportConfig
+from packtool.config.compat_names import TRANSFORMERS, CompatName, compat_names, find_entry_of_tool, in_our_unit
 from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, parse_yaml, value_type
 from packtool.config.train import TrainConfig
 from packtool.errors import did_you_mean
-from packtool.translate.read import ForeignConfig, read_table
+from packtool.translate.read import FIELDS, OPTIONS, ForeignConfig, read_table
 
 _DISABLED = ("", "none", "null", "[]", "{}", "0.0", *FALSE_WORDS)
-_FIELDS = {each.name: (each, cls) for cls in (ExportConfig, TrainConfig) for each in dataclasses.fields(cls)}
-_OPTIONS = {
-    name.replace("-", "_"): each.name for each, _ in _FIELDS.values() for name in (each.name, *each.metadata["aliases"])
-}
 # Unsupported arguments that change training; all others in a record of ms-swift's arguments are of other purposes.
 _CHANGES_TRAINING = {
     *("loss_type", "optimizer"),
@@ -64,7 +51,6 @@ class Translation:
     """A configuration in packtool's options, with everything that the report and ``packtool translate`` show.
 
     Args:
-        source: the configuration of the other tool.
         values: by option, with underscores.
         origins: foreign names, or source of a default, by option.
         defaults: options whose value is a default of the other tool.
@@ -102,16 +88,12 @@ class Translation:
             self.values[option], self.origins[option] = value, origin
             self.defaults.append(option)
 
-    def omit(self, name: str, reason: str) -> None:
-        """Record a key without effect."""
-        self.omitted.append((name, reason))
-
     def remove(self, option: str, reason: str) -> None:
         """Remove the value of an option, and record the key that it came from as one without effect."""
         del self.values[option]
         name = self.origins.pop(option)
         if option not in self.defaults:
-            self.omit(name, reason)
+            self.omitted.append((name, reason))
         self.defaults = [each for each in self.defaults if each != option]
 
     def refuse(self, name: str, reason: str) -> None:
@@ -137,17 +119,16 @@ class Translation:
 
         A rule for this value (``values.tsv``) takes precedence over the entry for the key (``compat_names.tsv``).
         """
-        has_no_value = value is None or (self.source.is_record and value in ([], {}, ""))
-        if has_no_value:
+        if value is None or (self.source.is_record and value in ([], {}, "")):
             return
         rule = self._find_rule(name, as_text(value).lower())
-        entry = _find_entry(self.source.tool, name, self.source.command)
+        entry = find_entry_of_tool(name, self.source.tool, self.source.command)
         if rule is None and entry is not None:
             rule = self._rule_of_entry(entry, name, value)
         if rule is not None:
             self._apply_rule(*rule, name, value)
         elif self.source.is_record:  # which also has values that ms-swift computes
-            self.omit(name, "a derived value")
+            self.omitted.append((name, "a derived value"))
         else:
             known_names = [each.name for each in compat_names() if each.tool in (self.source.tool, TRANSFORMERS)]
             self.refuse(name, f"unknown setting{did_you_mean(name, known_names)}")
@@ -185,7 +166,7 @@ class Translation:
         """Return an entry of ``compat_names.tsv`` as a rule (effect, text) of ``values.tsv`` for this value."""
         is_off = as_text(value).strip().lower() in _DISABLED
         if entry.status == "same":
-            return "set", f"{_OPTIONS[name]}={{}}"
+            return "set", f"{OPTIONS[name]}={{}}"
         if entry.status == "unneeded":
             return "omit", entry.reason
         if entry.status == "set":
@@ -223,7 +204,7 @@ class Translation:
                 new_value = value if text_value == "{}" else text_value.replace("{}", as_text(value))
                 self.set(option, _convert(option, new_value), name)
         elif effect == "omit":
-            self.omit(name, text)
+            self.omitted.append((name, text))
         elif effect == "stop":
             self.refuse(f"{name}: {as_text(value)}", text)
 
@@ -294,16 +275,7 @@ def _convert(option: str, value: Any) -> Any:
         return [value]
     if option in ("fsdp", "target_modules", "target_parameters", "modules_to_save", "adapters", "report_to"):
         return split_list(value)
-    if option not in _FIELDS or not isinstance(value, str):
-        return value
-    if value_type(*_FIELDS[option]) in (bool, int, float):
-        parsed = parse_yaml(value) if value else value
+    if isinstance(value, str) and option in FIELDS and value_type(*FIELDS[option]) in (bool, int, float):
+        parsed = parse_yaml(value)
         return parsed if isinstance(parsed, (bool, int, float)) else value
     return value
-
-
-def _find_entry(tool: str, name: str, command: str) -> CompatName | None:
-    """Return the entry of a name for a tool, else that of transformers' TrainingArguments, which all tools take."""
-    entries = [entry for entry in compat_entries(name) if entry.command in (EVERY_COMMAND, command)]
-    entries_by_owner = [entry for owner in (tool, TRANSFORMERS) for entry in entries if entry.tool == owner]
-    return next((entry for entry in entries_by_owner if not entry.is_variable), None)

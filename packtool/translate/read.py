@@ -20,19 +20,21 @@ from typing import Any
 
 from packtool.config.compat_names import TRANSFORMERS, compat_entries
 from packtool.config.data import ExportConfig
-from packtool.config.settings import option_names, parse_yaml
+from packtool.config.settings import parse_yaml
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 
 TOOLS = {"ms-swift": "ms-swift", "llama-factory": "LLaMA-Factory", "axolotl": "axolotl", "trl": "TRL"}
 """Names of the tools by value of ``--from``."""
 MAX_NODES = 100_000
-_OWN_KEYS = {
-    name.removeprefix("--").replace("-", "_")
-    for cls in (TrainConfig, ExportConfig)
-    for each in dataclasses.fields(cls)
-    for name in option_names(each)
+SETTINGS = {"export": ExportConfig, "train": TrainConfig}
+"""Settings by command of a ``ForeignConfig``."""
+FIELDS = {each.name: (each, cls) for cls in SETTINGS.values() for each in dataclasses.fields(cls)}
+OPTIONS = {
+    name.replace("-", "_"): each.name for each, _ in FIELDS.values() for name in (each.name, *each.metadata["aliases"])
 }
+"""Fields of the settings by the names of their options, with underscores."""
+_PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "num_gpus")
 _MODEL_KEYS = ("model", "model_name_or_path", "base_model")
 # Keys that only the files have that ms-swift writes beside checkpoints (args.json).
 _RECORD_KEYS = {"global_world_size", "model_suffix", "model_info", "model_meta"}
@@ -140,7 +142,7 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
             )
         return None
     (tool,) = keys_by_tool
-    only_in_packtool = {key for key, tools in tools_by_key.items() if not tools & {tool, TRANSFORMERS}} & _OWN_KEYS
+    only_in_packtool = {key for key, tools in tools_by_key.items() if not tools & {tool, TRANSFORMERS}} & OPTIONS.keys()
     if tool == "axolotl":
         only_in_packtool.discard("strict")  # which means something else in axolotl
     return None if only_in_packtool else tool
@@ -159,12 +161,9 @@ def _keys_of_single_tools(tools_by_key: Mapping[str, set[str]]) -> dict[str, lis
     keys_by_tool: dict[str, list[str]] = {}
     for key, tools in tools_by_key.items():
         known_tools = tools & set(TOOLS.values())
-        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
+        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in OPTIONS:
             keys_by_tool.setdefault(known_tools.pop(), []).append(key)
     return keys_by_tool
-
-
-_PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "num_gpus")
 
 
 def read_command(words: Sequence[str]) -> ForeignConfig:

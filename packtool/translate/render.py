@@ -19,7 +19,7 @@ def report(translation: Translation) -> str:
     translated: dict[str, list[str]] = {}  # options by foreign name
     defaults = []
     for option, origin in translation.origins.items():
-        assignment = _assignment(option, translation.values[option])
+        assignment = f"{flag(option)} {_word(translation.values[option])}"
         if option in translation.defaults:
             defaults.append(f"{assignment} ({origin})")
         else:
@@ -32,10 +32,6 @@ def report(translation: Translation) -> str:
     }
     lines = [f"  {title}: {text}" for title, text in texts.items() if text]
     return "\n".join([f"{translation.source.label}: a configuration of {tool}", *lines])
-
-
-def _assignment(option: str, value: Any) -> str:
-    return f"{flag(option)} {_word(value)}"
 
 
 def _word(value: Any) -> str:
@@ -67,7 +63,7 @@ def as_command(translation: Translation, command: str) -> str:
         if option == "training":
             words += [f"--set {shlex.quote(f'training.{name}={as_text(item)}')}" for name, item in value.items()]
         elif value not in ([], ()):
-            words.append(_assignment(option, value))
+            words.append(f"{flag(option)} {_word(value)}")
     omitted = [f"# {_one_line(name)}: {_one_line(reason)}" for name, reason in translation.omitted]
     return "\n".join([" \\\n    ".join(words), *omitted])
 

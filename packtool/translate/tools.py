@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from packtool.config.compat_names import compat_entries
-from packtool.config.data import ExportConfig
-from packtool.config.train import TrainConfig
 from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
-from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
-from packtool.translate.read import ForeignConfig, load_config_file
+from packtool.translate.names import Translation, as_text, is_true, split_list
+from packtool.translate.read import FIELDS, ForeignConfig, load_config_file
 
 
 def translate(source: ForeignConfig, options: Iterable[str], command: str, environ: Mapping[str, str]) -> Translation:
@@ -27,9 +25,8 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
     values = dict(source.values)
     _translate_variables(translation)
     _deepspeed(translation, values)
-    translate_keys_of_tool = _BY_TOOL[source.tool]
     variables = {**environ, **translation.environ}  # those in front of the command take precedence
-    translate_keys_of_tool(translation, values, variables)
+    _BY_TOOL[source.tool](translation, values, variables)
     for name, value in values.items():
         translation.translate_key(name, value)
     translation.add_defaults()
@@ -61,7 +58,7 @@ def _add_computed_defaults(translation: Translation) -> None:
 
 def _translate_variables(translation: Translation) -> None:
     """Translate variables in front of a command: options that read them, and variables that the new command keeps."""
-    options = {each.metadata["env"]: name for name, (each, _) in _FIELDS.items() if each.metadata["env"]}
+    options = {each.metadata["env"]: name for name, (each, _) in FIELDS.items() if each.metadata["env"]}
     source = translation.source
     for name, value in source.environ.items():
         entry = next((each for each in compat_entries(name) if each.is_variable), None)
@@ -72,7 +69,7 @@ def _translate_variables(translation: Translation) -> None:
         elif entry is None or entry.status in ("same", "unneeded"):
             translation.environ[name] = value
         else:
-            translation.omit(name, f"use {entry.options}: {entry.reason}".removesuffix(": "))
+            translation.omitted.append((name, f"use {entry.options}: {entry.reason}".removesuffix(": ")))
 
 
 def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -86,7 +83,9 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
     datasets = split_list(values.get("dataset") or [])
     if is_true(values.get("streaming")) and any(re.search(r"#\d+$", dataset) for dataset in datasets):
         values["dataset"] = [re.sub(r"#(\d+)$", r"#first\1", dataset) for dataset in datasets]
-        translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
+        translation.omitted.append(
+            ("streaming", "it only reads the first rows (#); they are tokenized before training")
+        )
         del values["streaming"]
     if values.get("cached_dataset"):  # paths of folders for each split
         paths = split_list(values.pop("cached_dataset"))
@@ -161,7 +160,7 @@ def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> No
         pixels = min(max(int(translation.number(name, value, default)), low), high)
         if pixels == low and "min" in name:  # the processor's own minimum needs no option
             if value is not None:
-                translation.omit(name, "the model's processor enlarges to its own minimum, which is larger")
+                translation.omitted.append((name, "the model's processor enlarges to its own minimum, which is larger"))
         elif value is None:
             translation.default(option, pixels, name)
         else:
@@ -213,16 +212,8 @@ def _unfrozen_layers(translation: Translation, values: dict[str, Any]) -> range:
 
 
 # Keys of a data set with names of columns, and packtool's names of these columns.
-_COLUMNS = {
-    "field_messages": "messages",
-    "field": "text",
-    "text_column": "text",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "field_system": "system",
-    "field_tools": "tools",
-}
+_COLUMNS = {f"field_{name}": name for name in ("messages", "instruction", "input", "output", "system", "tools")}
+_COLUMNS |= {"field": "text", "text_column": "text"}
 
 
 def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -309,8 +300,7 @@ def _renamed_columns(entries: Iterable[Mapping[str, Any]]) -> list[str]:
             names_by_column.setdefault(column, set()).add(entry[key] or column)
     pairs = []
     for column, names in sorted(names_by_column.items()):
-        is_renamed = bool(names - {column, "conversations"})
-        if is_renamed:
+        if names - {column, "conversations"}:
             pairs += [f"{column}={each}" for each in sorted(names)]
     return pairs
 
@@ -404,5 +394,3 @@ _BY_TOOL: dict[str, Callable[[Translation, dict[str, Any], Mapping[str, str]], N
     "axolotl": _axolotl,
     "TRL": _trl,
 }
-OPTIONS_OF = {"train": TrainConfig, "export": ExportConfig}
-"""Settings by command of a ``ForeignConfig``."""

@@ -254,7 +254,7 @@ def test_modelscope_datasets_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
         names.append(name)
         return str(tmp_path / "owner" / "set")
 
-    monkeypatch.setattr("packtool.rows.hubs._download", copy)
+    monkeypatch.setattr("packtool.rows.sources.download", copy)
     both = {"hf_hub_url": "nobody/nothing", "ms_hub_url": "team/set", "split": "test"}
     for entry, use_hf in (({"ms_hub_url": "team/set", "split": "test"}, None), (both, False)):
         info = info_file(tmp_path, far=entry)

@@ -14,8 +14,8 @@ from packtool.config.data import ExportConfig
 from packtool.config.settings import parse_yaml, resolve
 from packtool.config.train import TrainConfig
 from packtool.rows.forms.segments import PROMPT_FORMATS
-from packtool.translate.names import _FIELDS, Translation, _convert, as_text
-from packtool.translate.read import TOOLS, ForeignConfig, read_command, read_table
+from packtool.translate.names import Translation, _convert, as_text
+from packtool.translate.read import FIELDS, TOOLS, ForeignConfig, read_command, read_table
 from packtool.translate.tools import translate
 
 pytestmark = pytest.mark.smoke
@@ -305,7 +305,7 @@ def test_tables_name_options_and_tools_that_exist() -> None:
     for tool, option, text, condition, source in read_table("defaults.tsv"):
         assert tool in TOOLS.values()
         assert source
-        each, cls = _FIELDS[option]
+        each, cls = FIELDS[option]
         value = parse_yaml(text)
         assert as_text(value) != as_text(each.default) or condition != "-", (tool, option)
         assert_conditions(condition)
@@ -316,14 +316,14 @@ def test_tables_name_options_and_tools_that_exist() -> None:
         assert names, values
         assert_conditions(condition)
         if tool == "packtool":
-            assert names in _FIELDS
+            assert names in FIELDS
             assert effect == "omit"
         assert effect in ("set", "omit", "stop", "used")
         assert bool(text) is (effect != "used")
         if effect == "set":
             for pair in text.replace("{name}", names.split(" ")[0]).split(" "):
                 option, equals, value = pair.partition("=")
-                assert option.partition(".")[0] in _FIELDS
+                assert option.partition(".")[0] in FIELDS
                 assert equals
                 assert value == "{}" or _convert(option, value) is not None
 
@@ -334,7 +334,7 @@ def assert_conditions(condition: str) -> None:
         assert equals
         assert alternatives == alternatives.lower()
         if key.startswith("--"):
-            assert key.removesuffix("!").removeprefix("--").replace("-", "_") in _FIELDS
+            assert key.removesuffix("!").removeprefix("--").replace("-", "_") in FIELDS
 
 
 AXOLOTL: dict[str, Any] = {

@@ -84,10 +84,9 @@ class HubUploads:
         # Folder in the repository, commit message, and patterns of files to leave out; "" is the top level, which has
         # only the model.
         uploads = [("", message, [*_RESUME_FILES, *self._ignored])]
-        if self._strategy == "checkpoint":
-            uploads.append(("last-checkpoint", f"{message}, checkpoint", self._ignored))
-        elif self._strategy == "all_checkpoints":
-            uploads.append((os.path.basename(checkpoint), f"{message}, checkpoint", self._ignored))
+        folder_names = {"checkpoint": "last-checkpoint", "all_checkpoints": os.path.basename(checkpoint)}
+        if self._strategy in folder_names:
+            uploads.append((folder_names[self._strategy], f"{message}, checkpoint", self._ignored))
         try:
             for folder, commit_message, ignored in uploads:
                 self._api.upload_folder(
