@@ -67,10 +67,7 @@ class DatasetInfo:
         self.entries: dict[str, Any] = entries
 
     def get(self, name: str) -> Mapping[str, Any] | None:
-        """Return the entry of a dataset; None if there is none.
-
-        If the entry is invalid, ConfigError lists all of its problems.
-        """
+        """Return the entry of a dataset, None if there is none; ConfigError lists all problems of an invalid entry."""
         if name not in self.entries:
             return None
         entry = self.entries[name]

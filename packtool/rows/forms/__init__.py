@@ -131,7 +131,9 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         common["ends_text"] = content.ends_text
         return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
     has_context = tools is not None or fields.get("system") is not None
-    is_text = form is TEXT or (_is_single_answer(content) and not has_context)
+    # ms-swift writes a pretraining text as a single assistant turn.
+    is_single_answer = len(content) == 1 and content[0].role == "assistant" and not content[0].extra
+    is_text = form is TEXT or (is_single_answer and not has_context)
     return _sample_of_turns(content, fields, inline, common, is_text=is_text)
 
 
@@ -191,11 +193,6 @@ def _sample_of_turns(
         chat_template_kwargs={} if is_text else _template_kwargs(fields),
         **common,
     )
-
-
-def _is_single_answer(turns: Sequence[Turn]) -> bool:
-    """Return whether a row is a pretraining text as ms-swift writes it: a single assistant turn."""
-    return len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:

@@ -33,8 +33,7 @@ _CONTROL = re.compile(r"<[^<>\s]+>|\[/?\w+\]")
 
 def prompt_format_name(formats: Sequence[str]) -> str:
     """Return the value of ``--prompt-format`` for formats of questions with and without an input: a name, or a text."""
-    names = [name for name, known in PROMPT_FORMATS.items() if known == tuple(formats)]
-    return names[0] if names else formats[0]
+    return next((name for name, known in PROMPT_FORMATS.items() if known == tuple(formats)), formats[0])
 
 
 @dataclass(frozen=True)
