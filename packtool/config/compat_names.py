@@ -1,18 +1,6 @@
 """Names of other tools: options, YAML keys and environment variables, with their equivalents in packtool.
 
-``compat_names.tsv`` has a line for each group of names with the same explanation. Its columns, separated by tabs:
-
-    tool       ms-swift, LLaMA-Factory, axolotl, TRL, transformers, MindSpeed; env:TOOL for environment variables
-    status     same         packtool has the same name
-               renamed      here under another name, given in ``options``
-               set          a field of transformers' TrainingArguments: ``--set training.NAME=VALUE``
-               unneeded     accepted without effect; a run prints ``reason``
-               unsupported  not supported, for ``reason``; ignored if its value is false or empty
-    command    the only command the line applies to, or *
-    options    options of packtool, or -; ``--set training.`` if it can also be set as a field of TrainingArguments;
-               {area}, {not} and {per_epoch} stand for the other tool's value in the unit of the option
-    names      names, separated by spaces
-    reason     a sentence, or empty
+They are listed in ``compat_names.tsv``, whose first comments describe its columns.
 """
 
 from __future__ import annotations

@@ -1,25 +1,7 @@
 """Translation of names and values of other tools into packtool's options.
 
-Names come from ``config/compat_names.tsv``. Two tables add what names alone cannot say; their columns are separated by
-tabs.
-
-``values.tsv`` (the first line that matches decides):
-
-    tool, names, values   a tool, * for all tools, or packtool for the translated options; names with * and ?; values as
-                          on a command line, with * and ?
-    condition             see below
-    effect                set   set the options in ``text``, as in ``train_type=lora adapter_settings.r=8``
-                          omit  no effect, for the reason in ``text``
-                          stop  training would differ, for the reason in ``text``, which ends with an alternative
-                          used  nothing: the line of another key uses the value
-    text                  {} stands for the value, {name} for the key, {KEY|DEFAULT} for the value of another key
-
-``defaults.tsv``: defaults of the tools that differ from packtool's: tool, option, value (YAML), condition, source.
-
-A condition is -, or tests with spaces between them, which all have to be true: ``KEY=VALUE`` or ``KEY!=VALUE``. KEY is
-a key of the tool, such as ``seed``, ``qat.group_size`` or ``datasets.1.path`` (of the second data set), a key of the
-model's config.json, such as ``config.vocab_size``, or an option of packtool, such as ``--packing``. VALUE has * and ?,
-and perhaps several alternatives, as in ``float8|fp8``; it is ``none`` for a key without a value.
+Names come from ``config/compat_names.tsv``; ``values.tsv`` and ``defaults.tsv`` add what names alone cannot say. The
+comments at the start of each table describe its columns.
 """
 
 from __future__ import annotations
@@ -33,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from packtool.config.compat_names import TRANSFORMERS, CompatName, compat_names, find_entry_of_tool, in_our_unit
-from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, parse_yaml, value_type
+from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, flag, parse_yaml, value_type
 from packtool.config.train import TrainConfig
 from packtool.errors import did_you_mean
 from packtool.translate.read import FIELDS, OPTIONS, ForeignConfig, read_table
@@ -74,10 +56,8 @@ class Translation:
         if key:
             value = {**(earlier or {}), key: value}
         elif option in self.values and as_text(earlier) != as_text(value):
-            dashed_option = option.replace("_", "-")
-            self.problems.append(
-                f"{self.origins[option]} and {origin} set --{dashed_option} to different values: remove one"
-            )
+            names = f"{self.origins[option]} and {origin}"
+            self.problems.append(f"{names} set {flag(option)} to different values: remove one")
             return
         origins = {**dict.fromkeys(self.origins.get(option, "").split(", ")), origin: None}
         self.values[option], self.origins[option] = value, ", ".join(filter(None, origins))
