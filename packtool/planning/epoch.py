@@ -164,7 +164,7 @@ def pack_epoch(
         assert options.packing, "padded rows share nothing"
         capacity = options.packing_length
         packs = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    elif len(kept) == len(lengths):
+    elif untrained is None and len(kept) == len(lengths):
         packs = _pack_samples(lengths, media_tokens, options, seed, epoch)
     else:
         kept_media = None if media_tokens is None else media_tokens[kept]

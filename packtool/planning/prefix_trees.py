@@ -95,13 +95,16 @@ class PrefixTrees:
     def added(self, values: IntArray, prefix_values: IntArray) -> Int64Array:
         """Compute the amount that each sample adds to its group, by its number, int64 (n,); 0 for samples in no group.
 
+        The largest amount of its copies, if an epoch has several.
         ``values``, (n,), are of samples including their prefixes, such as media tokens; ``prefix_values``, (M,), of
         prefixes.
         """
         has_prefix = self.shared_prefixes != NOTHING
         added = np.zeros(len(values), np.int64)
-        added[self.samples] = values[self.samples]
-        added[self.samples[has_prefix]] -= prefix_values[self.shared_prefixes[has_prefix]]
+        amounts = values[self.samples].astype(np.int64)
+        amounts[has_prefix] -= prefix_values[self.shared_prefixes[has_prefix]]
+        added[self.samples] = amounts
+        np.maximum.at(added, self.samples, amounts)
         return added
 
     def new_tokens(self, lengths: IntArray) -> Int32Array:
@@ -168,13 +171,12 @@ class DrawnPrefixes:
 
     Args:
         media_tokens: of each sample, (N,), and of each prefix, (M,).
-        min_shared, max_samples, max_media_tokens: as for ``plan_trees``.
+        min_shared, max_media_tokens: as for ``plan_trees``.
     """
 
     prefixes: Prefixes
     media_tokens: tuple[IntArray, IntArray]
     min_shared: int
-    max_samples: int | None = None
     max_media_tokens: int | None = None
 
     def plan_trees(
@@ -198,7 +200,6 @@ class DrawnPrefixes:
             Prefixes(offsets, self.prefixes.lengths[members], self.prefixes.hashes[members] ^ salts_of_prefixes),
             capacity=capacity,
             min_shared=self.min_shared,
-            max_samples=self.max_samples,
             media_tokens=(sample_media[samples], prefix_media[members]),
             max_media_tokens=self.max_media_tokens,
         )

@@ -314,3 +314,9 @@ def test_skrull_names_oversized_samples() -> None:
     options = dataclasses.replace(SKRULL, skrull=SkrullOptions(bucket_size=500, sequence_parallel_size=4, alignment=8))
     with pytest.raises(ConfigError, match="--bucket-size 500"):
         plan_epoch(lengths, targets, options, seed=1)
+
+
+def test_untrained_draws_may_be_as_many_as_the_samples() -> None:
+    lengths = np.array([10, 20, 30], np.int32)
+    plan = plan_epoch(lengths, lengths, OPTIONS, seed=0, untrained=np.array([0, 0, 2]))
+    assert sorted(plan.packs.samples.tolist()) == [0, 0, 2]

@@ -360,3 +360,15 @@ def test_drawn_samples_keep_their_steps_or_their_packs_limits(rows: Rows, data: 
     split = split_to_count(shared, len(drawn))  # a pack for each
     check_drawn(split, drawn, rows)
     assert split.num_packs == len(drawn)
+
+
+def test_copies_count_as_the_one_that_adds_most() -> None:
+    """In one group, sample 0 continues the prefix of sample 1; in the other, its copy is alone."""
+    trees = PrefixTrees(
+        samples=np.array([1, 0, 0]),
+        offsets=np.array([0, 2, 3]),
+        shared_tokens=np.array([0, 5, 0], np.int32),
+        shared_prefixes=np.array([NOTHING, 0, NOTHING]),
+        tree_ids=np.array([0, 0, NOTHING]),
+    )
+    assert trees.added(np.array([100, 100, 7]), np.array([90])).tolist() == [100, 100, 0]

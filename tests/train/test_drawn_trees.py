@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from packtool.config.plan import PlanConfig
+from packtool.errors import ConfigError
 from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan
 from packtool.progress import SilentProgress
@@ -160,3 +161,12 @@ def test_a_run_of_samples_per_step_resumes_exactly(alike_world: TinyWorld, tmp_p
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     train(alike_world.config(tmp_path / "rest", **settings, resume_from_checkpoint=checkpoint), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "rest", 2)
+
+
+def test_limits_of_rows_per_tree_exclude_drawn_trees(alike_world: TinyWorld, mix: str, tmp_path: Path) -> None:
+    settings = {"cached_dataset": (), "mix": mix, "max_rows_per_tree": 2}
+    inputs = prepared(alike_world, tmp_path, **settings).source.inputs
+    assert inputs.shared is None
+    assert "--max-rows-per-tree" in str(inputs.no_sharing_reason)
+    with pytest.raises(ConfigError, match="--max-rows-per-tree cannot be combined"):
+        prepared(alike_world, tmp_path, **settings, share_prefix="true")

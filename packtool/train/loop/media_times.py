@@ -206,7 +206,8 @@ def _kind_figures(
     loaded_share = 1.0  # of the media in an epoch's samples: those in a shared prefix are loaded once
     shared, reader = preview.inputs.shared, preview.inputs.reader
     if shared is not None and reader is not None:
-        loaded_share = shared.media_tokens.sum() / reader.index.media_tokens[np.unique(shared.trees.samples)].sum()
+        num_tokens = reader.index.media_tokens[np.unique(shared.trees.samples)].sum()
+        loaded_share = shared.media_tokens.sum() / max(num_tokens, 1)
     num_loaded = num_planned * loaded_share * num_media / num_samples  # media of this kind in an epoch, of all ranks
     num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
     num_steps = preview.plan.summary.num_steps

@@ -138,6 +138,15 @@ class Inputs:
         candidate = SharedPrefixes.undrawn(self.config, self.model, reader)
         if candidate is None:
             return self
+        if self.config.max_rows_per_tree is not None:
+            problem = (
+                "--max-rows-per-tree cannot be combined with prefixes of mixtures or of --samples-per-step"
+            )
+            if self.config.share_prefix == "true":
+                raise ConfigError(problem, "Leave it out.")
+            return dataclasses.replace(
+                self, no_sharing_reason=f"shared prefixes: each sample is computed in full: {problem}"
+            )
         stages = [dataclasses.replace(stage, shared=candidate) for stage in self.stages or (self,)]
         first_epochs = [candidate.in_packs(stage._first_groups()) for stage in stages]
         shared, no_sharing_reason = decide_sharing(self.config, self.model, first_epochs)
@@ -149,7 +158,7 @@ class Inputs:
         """Prefixes for the trees of each epoch; None if all epochs have the trees of ``shared``."""
         if self.shared is None or not self.shares_within_epochs:
             return None
-        return self.shared.drawn(self.config.max_rows_per_tree, self.config.max_media_tokens_per_pack)
+        return self.shared.drawn(self.config.max_media_tokens_per_pack)
 
     def shared_in(self, packs: PackPlan) -> SharedPrefixes | None:
         """The prefixes that are computed once in the packs of an epoch; None if the run shares none."""

@@ -68,14 +68,14 @@ class SharedPrefixes:
         trees = PrefixTrees(nothing, np.zeros(1, np.int64), nothing.astype(np.int32), nothing, nothing)
         return cls(reader.index, recorded, trees)
 
-    def drawn(self, max_samples: int | None, max_media_tokens: int | None) -> DrawnPrefixes:
-        """The prefixes as epochs take them that draw their samples; ``max_samples`` and media tokens of a tree."""
+    def drawn(self, max_media_tokens: int | None) -> DrawnPrefixes:
+        """The prefixes for epochs that draw their samples; a tree has at most ``max_media_tokens``."""
         media_tokens = self.index.media_tokens, self.prefixes.prefixes.media_tokens
         prefixes = _as_planned(self.prefixes, len(self.index.length))
-        return DrawnPrefixes(prefixes, media_tokens, MIN_SHARED, max_samples, max_media_tokens)
+        return DrawnPrefixes(prefixes, media_tokens, MIN_SHARED, max_media_tokens)
 
     def in_packs(self, packs: PackPlan) -> SharedPrefixes:
-        """The same prefixes with the trees of an epoch's packs; copies of a sample have the amounts of one of them."""
+        """The same prefixes with the trees of an epoch's packs; a sample counts as the copy that shares least."""
         if packs.shared_tokens is None:
             packs = replace(packs, shared_tokens=np.zeros_like(packs.lengths))
         trees = rebuild_trees(packs, _as_planned(self.prefixes, len(self.index.length)), min_shared=MIN_SHARED)
@@ -92,6 +92,7 @@ class SharedPrefixes:
         """Tokens that each sample does not compute itself; int64 (N,)."""
         shared = np.zeros(len(self.index.length), np.int64)
         shared[self.trees.samples] = self.trees.shared_tokens
+        np.minimum.at(shared, self.trees.samples, self.trees.shared_tokens)  # the fewest of its copies
         return shared
 
     @property
@@ -123,7 +124,7 @@ class SharedPrefixes:
         shared[has_prefix] = prefix_targets[trees.shared_prefixes[has_prefix]]  # negative if unknown
         is_exact = (targets == self.index.target_tokens[samples]) & (shared >= 0)
         new = trees.new_tokens(self.index.length)
-        logits[samples] = np.where(is_exact, np.maximum(targets - shared, 0), np.minimum(targets, new))
+        np.maximum.at(logits, samples, np.where(is_exact, np.maximum(targets - shared, 0), np.minimum(targets, new)))
         return logits
 
     def towers(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> TowerWork:
@@ -136,7 +137,7 @@ class SharedPrefixes:
 
     def tower_work_saved(self, cost: CostModel) -> float:
         """The fraction of the towers' work that is saved, 0 to 1."""
-        full_flops = int(tower_work(cost, self.index).flops[self.trees.samples].sum())
+        full_flops = int(tower_work(cost, self.index).flops[np.unique(self.trees.samples)].sum())
         return 1 - int(self.towers(cost, self.index.target_tokens).flops.sum()) / full_flops if full_flops else 0.0
 
     def sample_costs(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:
