@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -165,8 +165,7 @@ def plan_trees(
     return PrefixTrees(samples, offsets, walk.shared_tokens, walk.shared_prefixes, forest.roots()[samples])
 
 
-@dataclass(frozen=True, eq=False)
-class DrawnPrefixes:
+class DrawnPrefixes(NamedTuple):
     """Prefixes of all N samples, for trees of those that an epoch draws or that a step has.
 
     Args:

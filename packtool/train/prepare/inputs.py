@@ -139,9 +139,7 @@ class Inputs:
         if candidate is None:
             return self
         if self.config.max_rows_per_tree is not None:
-            problem = (
-                "--max-rows-per-tree cannot be combined with prefixes of mixtures or of --samples-per-step"
-            )
+            problem = "--max-rows-per-tree cannot be combined with prefixes of mixtures or of --samples-per-step"
             if self.config.share_prefix == "true":
                 raise ConfigError(problem, "Leave it out.")
             return dataclasses.replace(
