@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import pytest
 
 from packtool.errors import DataError
 from packtool.launch.worker import WorkerDied, WorkerPool
+from tests.waiting import check_process_ends, interrupt_repeatedly
 
 
 def make(report: Callable[..., None], offset: int) -> Callable[[int], int]:
@@ -80,24 +79,13 @@ def test_jobs_that_cannot_be_pickled_are_errors() -> None:
         list(pool.map([lambda: None]))
 
 
-def _interrupt_repeatedly() -> None:
-    """Interrupt a pool 1,000 times while it runs jobs; the main function of a process."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
+def _interrupt_a_pool() -> None:
     with WorkerPool[int, int](2, make, 0) as pool:
         list(pool.map([1, 2]))
-        for i in range(1000):
-            with contextlib.suppress(KeyboardInterrupt):
-                # Repeated, because Python ignores exceptions in the callbacks of garbage collection.
-                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.00001 * (i % 100), 0.1)
-                deque(pool.map(itertools.repeat(1)), maxlen=0)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        interrupt_repeatedly(lambda: deque(pool.map(itertools.repeat(1)), maxlen=0))
         assert list(pool.map([1, 2])) == [1, 2]
 
 
 def test_interrupts_do_not_stop_the_pool_from_ending() -> None:
     """A thread of the pool would wait forever for a lock that the interrupted code holds."""
-    process = multiprocessing.get_context("spawn").Process(target=_interrupt_repeatedly)
-    process.start()
-    process.join(120)
-    process.kill()
-    assert process.exitcode == 0
+    check_process_ends(_interrupt_a_pool)

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
-import signal
+from typing import Never
 
 from packtool.storage import remote
+from tests.waiting import check_process_ends, interrupt_repeatedly
 
 
-def _interrupt_repeatedly() -> None:
-    """Interrupt the wait for requests 1,000 times; the main function of a process."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    for i in range(1000):
-        with contextlib.suppress(KeyboardInterrupt):
-            # Repeated, because Python ignores exceptions in the callbacks of garbage collection.
-            signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.00001 * (i % 100), 0.1)
-            while True:
-                remote.wait(asyncio.sleep(0))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+def _send_requests() -> Never:
+    while True:
+        remote.wait(asyncio.sleep(0))
+
+
+def _interrupt_requests() -> None:
+    interrupt_repeatedly(_send_requests)
     assert remote.wait(asyncio.sleep(0, "answer")) == "answer"
 
 
 def test_interrupts_do_not_stop_the_io_thread() -> None:
     """The thread would wait forever for a lock that the interrupted code holds."""
-    process = multiprocessing.get_context("spawn").Process(target=_interrupt_repeatedly)
-    process.start()
-    process.join(120)
-    process.kill()
-    assert process.exitcode == 0
+    check_process_ends(_interrupt_requests)
