@@ -187,7 +187,7 @@ class CachedSource(Steps):
         for span in self.timeline.spans(self.start):
             plan, first = span.plan, max(self.start - span.first_step, 0)
             # With a mixture, what a sample adds to its prefix differs between epochs.
-            differs = self.inputs.shared is not None and self.inputs.shares_within_epochs
+            differs = self.inputs.shared is not None and self.inputs.plans_trees_per_epoch
             samples = sample_figures(self.inputs, plan) if differs else self.figures
             figures = islice(figures_of_steps(plan, samples, is_dynamic=is_dynamic), first, None)
             rank = self.world.shared_by(self.world.size // plan.steps.world_size).data.rank

@@ -115,7 +115,7 @@ class Inputs:
         shared = no_sharing_reason = None
         if self.saved_plan is not None:
             shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.reader)
-        elif not self.shares_within_epochs:
+        elif not self.plans_trees_per_epoch:
             shared, no_sharing_reason = self._find_shared_prefixes(self.reader)
         cost = self.options.cost
         towers = tower_work(cost, self.reader.index) if shared is None else shared.towers(cost, self.targets)
@@ -123,10 +123,10 @@ class Inputs:
         if self.recipe is not None:
             max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
             inputs = inputs.with_mixture(self.recipe, max_length)
-        return inputs._with_drawn_prefixes(self.reader) if self.shares_within_epochs else inputs
+        return inputs._with_drawn_prefixes(self.reader) if self.plans_trees_per_epoch else inputs
 
     @property
-    def shares_within_epochs(self) -> bool:
+    def plans_trees_per_epoch(self) -> bool:
         """True if each epoch has other prefix trees: with a mixture, or a number of samples per step.
 
         ``shared`` then has the trees of the first epoch, ``shared_in`` those of any. ``towers`` are of full samples.
@@ -154,13 +154,13 @@ class Inputs:
     @cached_property
     def _drawn_prefixes(self) -> DrawnPrefixes | None:
         """Prefixes for the trees of each epoch; None if all epochs have the trees of ``shared``."""
-        if self.shared is None or not self.shares_within_epochs:
+        if self.shared is None or not self.plans_trees_per_epoch:
             return None
         return self.shared.drawn(self.config.max_media_tokens_per_pack)
 
     def shared_in(self, packs: PackPlan) -> SharedPrefixes | None:
         """The prefixes that are computed once in the packs of an epoch; None if the run shares none."""
-        if self.shared is None or not self.shares_within_epochs:
+        if self.shared is None or not self.plans_trees_per_epoch:
             return self.shared
         return self.shared.in_packs(packs)
 
@@ -182,7 +182,8 @@ class Inputs:
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
         """Reuse prefixes, mixtures and cached plans of ``planned`` if its plans are the same; else ``prepared``."""
-        # These options may differ: each plan sets the number of ranks, and lengths are compared by their effect.
+        # Compared are all options but these: each plan sets the number of ranks, and whether another maximum length
+        # changes the plan is tested by the samples that it leaves out.
         comparable_options = dataclasses.replace(
             self.options,
             max_length=planned.options.max_length,
@@ -356,7 +357,7 @@ class Inputs:
         if not (self.lengths[samples] <= self.options.max_length).any():
             return None
         shared, towers = self.shared, self.towers
-        if shared is not None and not self.shares_within_epochs:
+        if shared is not None and not self.plans_trees_per_epoch:
             assert self.options.cost is not None, "training knows costs"
             shared = dataclasses.replace(shared, trees=select_samples(shared.trees, remaining_counts > 0))
             towers = shared.towers(self.options.cost, self.targets)
@@ -368,9 +369,13 @@ class Inputs:
         """The plan that assigns given packs to steps and ranks; arguments are as for ``assign_packs``."""
         media_tokens, towers = self.media_tokens, self.towers
         trees = None if self.shared is None else self.shared.trees
-        if self.shares_within_epochs and (shared := self.shared_in(packs)) is not None:
+        if trees is not None and self.plans_trees_per_epoch:
+            shared_in_epoch = self.shared_in(packs)
+            assert shared_in_epoch is not None
             assert self.options.cost is not None, "caches are planned with costs"
-            media_tokens, towers, trees = shared.media_tokens, shared.towers(self.options.cost, self.targets), None
+            media_tokens = shared_in_epoch.media_tokens
+            towers = shared_in_epoch.towers(self.options.cost, self.targets)
+            trees = None  # the trees of ``shared`` are those of the first epoch
         return assign_packs(
             packs,
             self.targets,
