@@ -47,7 +47,7 @@ from packtool.launch.worker import tokenize_in_one_thread
 from packtool.media.files import MediaProblem, check_allowed
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.forms.media import lone_mark_detail
-from packtool.rows.media_policy import NOT_ALLOWED
+from packtool.rows.media_policy import NOT_ALLOWED, MediaPolicy
 from packtool.rows.parsing import Problem
 from packtool.rows.read import first_samples, media_refs
 from packtool.rows.sample import Dropped, MediaKind, MediaRef, Sample, Turn, guard_row
@@ -83,18 +83,16 @@ class Encoder:
         self._tokenizer = _load_tokenizer(files)
         self._vocabulary, self._template, self._turn_finder = self._load_template(files)
         self._check_control_tokens()
-        self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         self._chunk_tokenizer = ChunkTokenizer(self._tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
         self._has_template_kwargs = bool(files.chat_template_kwargs)
-        self._end_of_text = files.template_variables.get("eos_token", "")
         self._start_of_text = _start_of_text(self._tokenizer, files)
+        self._end_of_text = files.template_variables.get("eos_token", "")
         self.warnings = (*self._media.warnings, *files.option_warnings(spec))
-        self._row_templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by a row's own template arguments
-        # References to media are equal whatever their policies, so these are arguments, too.
-        measure_file = lambda kind, ref, _policy: self._media.measure(kind, ref)  # noqa: E731
-        self._measure_file = lru_cache(_MAX_REMEMBERED_MEDIA)(measure_file)
+        self._templates_by_row_kwargs: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by the row's kwargs in JSON
         self._ids_by_header: dict[tuple[str, str], list[int]] = {}
+        self._measure_file = lru_cache(_MAX_REMEMBERED_MEDIA)(self._measure_with_policy)
+        self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         splitter_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
         self._row_splitter = RowSplitter(splitter_spec, self._template_of, self._render_chunks)
 
@@ -246,7 +244,7 @@ class Encoder:
         if sum([len(chunk.text) for chunk in chunks]) <= _CHARS_PER_TOKEN * max_length:
             return None
         min_tokens = self._chunk_tokenizer.min_tokens(chunks, max_length + 1)
-        if min_tokens <= max_length or sum(chunk.times for chunk in chunks) >= max_length:
+        if min_tokens <= max_length or sum(chunk.num_controls for chunk in chunks) >= max_length:
             return None
         return drop_too_long(item.sample, self.spec, f"at least {min_tokens}")
 
@@ -296,12 +294,12 @@ class Encoder:
         if not sample.chat_template_kwargs:
             return self._template, self._turn_finder
         kwargs_json = json.dumps(sample.chat_template_kwargs, sort_keys=True, ensure_ascii=False)
-        if kwargs_json not in self._row_templates:
+        if kwargs_json not in self._templates_by_row_kwargs:
             row_template = self._make_row_template(self._template, sample.chat_template_kwargs, kwargs_json)
-            if len(self._row_templates) >= _MAX_REMEMBERED_TEMPLATES:
-                self._row_templates.clear()
-            self._row_templates[kwargs_json] = row_template
-        return self._row_templates[kwargs_json]
+            if len(self._templates_by_row_kwargs) >= _MAX_REMEMBERED_TEMPLATES:
+                self._templates_by_row_kwargs.clear()
+            self._templates_by_row_kwargs[kwargs_json] = row_template
+        return self._templates_by_row_kwargs[kwargs_json]
 
     def _make_row_template(
         self, template: ChatTemplate, kwargs: Mapping[str, Any], kwargs_json: str
@@ -322,23 +320,23 @@ class Encoder:
         """Measure a medium; one in a file only once."""
         return self._media.measure(kind, ref) if ref.path is None else self._measure_file(kind, ref, ref.policy)
 
+    def _measure_with_policy(self, kind: MediaKind, ref: MediaRef, policy: MediaPolicy) -> Medium:
+        del policy  # only part of the cache's key, since references with different policies are equal
+        return self._media.measure(kind, ref)
+
     def _tokenize(
         self, rendered: _Rendered, ids_by_chunk: list[list[int]], ends_by_chunk: Mapping[int, TextEnds]
     ) -> Tokenized:
         """Join the ids of a sample's expanded chunks, and locate its turns and media among them.
 
-        ``ends_by_chunk`` has the ids of very long texts, from ``_tokenize_ends``; those of all other texts are in
-        ``ids_by_chunk``.
+        The ids of very long texts are filled into ``ids_by_chunk`` from ``ends_by_chunk``.
         """
         sample = rendered.sample
         for i, ends in ends_by_chunk.items():
             ids_by_chunk[i] = ends.ids
         tokens = join_tokens(rendered.expanded, ids_by_chunk, self._vocabulary.ids, self._encode_one)
         turns = self._locate_turns(rendered, tokens, ids_by_chunk)
-        borders = None
-        if sample.part is not None:  # the row has other samples, which may begin with the same tokens up to a border
-            positions = {position for turn in turns for position in (*turn.header, *turn.span)}
-            borders = np.array(sorted(positions), np.int32)
+        has_siblings = sample.part is not None
         num_omitted = sum(ends.num_omitted for ends in ends_by_chunk.values())
         trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]
         return Tokenized(
@@ -348,7 +346,7 @@ class Encoder:
             spans=tokens.spans,
             weights=self._weights(sample, tokens, turns),
             num_removed=rendered.expanded.num_omitted_controls + num_omitted,
-            borders=borders,
+            borders=_turn_borders(turns) if has_siblings else None,
         )
 
     def _weights(self, sample: Sample, tokens: JoinedTokens, turns: Sequence[LocatedTurn]) -> Weights | None:
@@ -415,11 +413,13 @@ class Encoder:
             chunk = tokens.chunks[chunk_index]
             text_start = tokens.text_starts[chunk_index]
             if chunk.control:
-                first_chars |= dict.fromkeys(range(text_start - chunk.times, text_start), len(joined_text))
+                control_start = text_start - chunk.num_controls
+                first_chars |= dict.fromkeys(range(control_start, text_start), len(joined_text))
                 joined_text += chunk.control
-            if text_start < turn_end:  # not the text after the control token that ends the turn
-                for index, (char, _) in enumerate(self._chunk_tokenizer.offsets(chunk.text), text_start):
-                    first_chars[index] = len(joined_text) + char
+            ends_turn = text_start >= turn_end  # by its control token, so its text is outside the turn
+            if not ends_turn:
+                for index, (first_char, _) in enumerate(self._chunk_tokenizer.offsets(chunk.text), text_start):
+                    first_chars[index] = len(joined_text) + first_char
                 joined_text += chunk.text
         return joined_text, first_chars
 
@@ -437,24 +437,24 @@ class Encoder:
         sample, expanded = rendered.sample, rendered.expanded
         if sample.is_text:
             return locate_texts(sample, rendered.chunks, expanded, tokens)
-        answers = [turn for turn in sample.turns if turn.role == "assistant"]
-        if len(answers) != len(rendered.turns):  # the template has added turns: it is unknown which ones are the row's
-            answers = [Turn("assistant", content="")] * len(rendered.turns)
         located = []
-        for message, turn in zip(answers, rendered.turns, strict=True):
+        messages = _messages_of_turns(sample, num_turns=len(rendered.turns))
+        for message, turn in zip(messages, rendered.turns, strict=True):
             first_chunk = expanded.first_expanded[turn.first]
             text_start = tokens.text_starts[first_chunk]
-            ids = ids_by_chunk[first_chunk]
-            start = text_start + self._header_length(rendered.chunks[turn.first].control, turn.header, ids)
+            text_ids = ids_by_chunk[first_chunk]  # of the header and the beginning of the answer
+            opening_token = rendered.chunks[turn.first].control
+            start = text_start + self._header_length(opening_token, turn.header, text_ids)
             last_chunk, end = _locate_end(rendered, tokens, turn)
-            if end > start:
-                has_siblings = sample.part is not None
-                header = self._header_span(sample, text_start, ids) if has_siblings else ()
+            if start < end:
+                header = self._header_span(sample, text_start, text_ids)
                 located.append(LocatedTurn(message, (start, end), first_chunk, last_chunk, header))
         return located
 
     def _header_span(self, sample: Sample, text_start: int, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return [start, end) of a turn's header among the tokens; ``ids`` are those of the text at ``text_start``."""
+        """Return ``LocatedTurn.header`` of a turn; ``ids`` are those of the text at token ``text_start``."""
+        if sample.part is None:
+            return ()
         _, finder = self._template_of(sample)
         last_chunk = finder.header[-1]
         return text_start, text_start + self._header_length(last_chunk.control, last_chunk.text, ids)
@@ -470,6 +470,18 @@ class Encoder:
         if ids[: len(header_ids)] == header_ids:  # fast path for nearly all turns
             return len(header_ids)
         return common_prefix_length(header_ids, ids)
+
+
+def _turn_borders(turns: Sequence[LocatedTurn]) -> IntArray:
+    """Return ``Tokenized.borders``: where turns and their headers begin and end, ascending."""
+    positions = {position for turn in turns for position in (*turn.header, *turn.span)}
+    return np.array(sorted(positions), np.int32)
+
+
+def _messages_of_turns(sample: Sample, num_turns: int) -> list[Turn]:
+    """Return the row's message of each rendered turn of the assistant; empty ones if the template has added turns."""
+    answers = [turn for turn in sample.turns if turn.role == "assistant"]
+    return answers if len(answers) == num_turns else [Turn("assistant", content="")] * num_turns
 
 
 def _locate_end(rendered: _Rendered, tokens: JoinedTokens, turn: TurnChunks) -> tuple[int, int]:

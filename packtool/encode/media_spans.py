@@ -85,7 +85,7 @@ def expand_media(
             expanded.append(chunk)
             continue
         medium = media[kind][num_media[kind]]
-        segments = [each for each in segments_of(medium, num_media[kind]) if isinstance(each, str) or each.times]
+        segments = [each for each in segments_of(medium, num_media[kind]) if isinstance(each, str) or each.length]
         num_media[kind] += 1
         begins_with_text = bool(segments) and isinstance(segments[0], str)
         begin = _end_of_text(expanded) if begins_with_text else _TextPosition(len(expanded), num_chars=None)
@@ -106,10 +106,10 @@ def _append_segments(chunks: list[Chunk], segments: Sequence[MediaSegment], max_
         if isinstance(segment, str):
             _append_text(chunks, segment)
         else:
-            num_appended = min(segment.times, max_controls)
+            num_appended = min(segment.length, max_controls)
             max_controls -= num_appended
-            num_omitted += segment.times - num_appended
-            chunks.append(Chunk(segment.token, media_kind="", text="", times=num_appended))
+            num_omitted += segment.length - num_appended
+            chunks.append(Chunk(segment.token, media_kind="", text="", num_controls=num_appended))
     return num_omitted
 
 
@@ -153,7 +153,7 @@ def join_tokens(
     text_starts: list[int] = []
     for chunk, text_ids in zip(expanded.chunks, ids_by_chunk, strict=True):
         if chunk.control:
-            ids += [control_ids[chunk.control]] * chunk.times
+            ids += [control_ids[chunk.control]] * chunk.num_controls
         text_starts.append(len(ids))
         ids += text_ids
     spans = []
@@ -175,7 +175,7 @@ def _begin_offset(
     Negative for a medium that begins with the chunk's control tokens, which are before the text.
     """
     if begin.num_chars is None:
-        return -chunk.times
+        return -chunk.num_controls
     text_before = chunk.text[: begin.num_chars]
     ids_before = encode_text(chunk._replace(text=text_before)) if text_before else []
     return common_prefix_length(ids_before, text_ids)

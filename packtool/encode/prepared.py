@@ -125,7 +125,7 @@ class PreparedRows:
             if isinstance(segment, str):
                 ids.append(_TEXT)
             else:
-                ids += [self._control_ids[segment.token]] * segment.times
+                ids += [self._control_ids[segment.token]] * segment.length
         return ids
 
     def _check_num_pads(self, sample: EncodedSample, kind: MediaKind) -> None:
@@ -188,10 +188,10 @@ class PreparedRows:
                 while end < len(ids) and int(ids[end]) not in control_ids:
                     end += 1
                 continue
-            delimiter = ids[end : end + segment.times]
-            if len(delimiter) < segment.times or (delimiter != self._control_ids[segment.token]).any():
+            delimiter = ids[end : end + segment.length]
+            if len(delimiter) < segment.length or (delimiter != self._control_ids[segment.token]).any():
                 break
-            end = num_tokens = end + segment.times
+            end = num_tokens = end + segment.length
         return num_tokens
 
 

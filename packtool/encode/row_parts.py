@@ -14,7 +14,7 @@ calls. Each response becomes a sample with the same turns before it; these are t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,88 +79,98 @@ class RowSplitter:
         return samples
 
     def _split_turns(self, sample: Sample) -> list[Sample]:
-        """Return beginnings of a conversation as samples that together train its turns, or the conversation itself."""
-        last_turn = len(sample.turns) - 1
-        answers = [index for index, turn in enumerate(sample.turns) if turn.role == "assistant"]
+        """Split a conversation into samples that together train its turns; a sample ends with a turn that it trains."""
         scale = parse_loss_scale(sample.loss_scale or self._spec.loss_scale)
-        trained = [
-            index
-            for index in answers
-            if is_trained(sample.turns[index], scale, is_last=index == answers[-1])
-            and sample.turns[index].loss_scale != 0
-        ]
-        if scale.base == "all" or not trained or answers == [last_turn]:
+        trained = _trained_turns(sample, scale)
+        last_turn = len(sample.turns) - 1
+        if scale.base == "all" or not trained or trained == [last_turn]:
             return [sample]
-        trained_by_end = {index: {index} for index in trained}
+        groups = [[index] for index in trained]  # the turns that each sample trains
         if self._spec.expand_turns == "auto":
-            trained_by_end = self._needed_samples(sample, answers, trained, scale)
-        ends = list(trained_by_end)  # indexes of the turns that end a sample
-        if not ends or ends == [last_turn]:
+            groups = self._needed_groups(sample, trained, scale)
+        if not groups or groups[0][-1] == last_turn:  # one sample with all turns is enough
             return [sample]
-        if len(ends) == 1:  # one sample trains all turns, but the conversation has more turns after them
-            return [_conversation_until(sample, ends[0])]
-        return _samples_by_end(sample, trained_by_end, answers)
+        if len(groups) == 1:
+            last_trained = groups[0][-1]
+            return [_conversation_until(sample, last_trained)]
+        return _split_into_groups(sample, groups)
 
-    def _needed_samples(
-        self, sample: Sample, answers: Sequence[int], trained: Sequence[int], scale: LossScale
-    ) -> dict[int, set[int]]:
-        """Return the samples that ``--expand-turns auto`` needs, as ``_group_turns``; none if one sample is enough."""
+    def _needed_groups(self, sample: Sample, trained: Sequence[int], scale: LossScale) -> list[list[int]]:
+        """Group trained turns into the samples that ``--expand-turns auto`` needs; [] if one sample is enough."""
         try:
             template, finder = self._template_of(sample)
         except RowProblem:  # raised again when the sample is rendered, which drops it
-            return {}
-        if not any(_may_lose_text(template, sample.turns[index]) for index in answers):
-            return {}
+            return []
+        if not any(_may_lose_text(template, turn) for turn in sample.turns if turn.role == "assistant"):
+            return []
         if len(trained) == 1:
-            return {index: {index} for index in trained}
-        return self._group_turns(sample, finder, answers, trained, scale)
+            return [list(trained)]
+        return self._group_turns(sample, trained, finder, scale)
 
     def _group_turns(
-        self, sample: Sample, finder: TurnFinder, answers: Sequence[int], trained: Sequence[int], scale: LossScale
-    ) -> dict[int, set[int]]:
-        """Group trained turns into the fewest samples in which each is rendered as at the end of a conversation.
+        self, sample: Sample, trained: Sequence[int], finder: TurnFinder, scale: LossScale
+    ) -> list[list[int]]:
+        """Group trained turns, given by index, into the fewest samples that show each turn with its thinking.
 
-        From the last turn backwards: a turn joins the sample after it if the conversation up to the turn is rendered as
-        a prefix of that sample. Empty thinking blocks make no difference, unless ``scale`` trains them.
-
-        Args:
-            answers, trained: indexes of the assistant's turns, and of those that are trained; ascending.
-
-        Returns:
-            by the index of the turn that ends a sample, ascending: the indexes of the turns that the sample trains.
-            Empty if the turns cannot be found in the rendered text.
+        A turn can be trained in the same sample as the next one if the conversation up to the turn is rendered as a
+        prefix of that sample. Return the groups in order; [] if the turns are not found in the rendered conversation.
         """
-        trained_by_end: dict[int, set[int]] = {}
-        end = -1  # index of the turn that ends the newest sample
-        sample_chunks: list[Chunk] = []  # the newest sample, rendered
+        groups: list[list[int]] = []
+        sample_chunks: list[Chunk] = []  # the sample of the first group so far
         for index in reversed(trained):
-            try:
-                chunks = self._render(_conversation_until(sample, index))
-            except RowProblem:
-                return {}
-            turns = finder.find(chunks)
-            num_answers = answers.index(index) + 1  # up to this turn
-            if len(turns) != num_answers:
-                return {}
-            chunks = chunks[: turns[-1].last]  # without the token that ends the turn, which may differ after the last
-            if KEEP_EMPTY_THINK not in scale.rules:
-                chunks = _without_empty_thinking(chunks, turns, header_text=finder.header[-1].text)
+            chunks = self._render_until(sample, index, finder, scale)
+            if chunks is None:
+                return []
             is_prefix = chunks == sample_chunks[: len(chunks)]
-            if not trained_by_end or not is_prefix:
-                end, sample_chunks = index, chunks
-                trained_by_end[end] = set()
-            trained_by_end[end].add(index)
-        return dict(reversed(trained_by_end.items()))
+            if groups and is_prefix:
+                groups[0].insert(0, index)
+            else:
+                groups.insert(0, [index])
+                sample_chunks = chunks
+        return groups
 
+    def _render_until(self, sample: Sample, end: int, finder: TurnFinder, scale: LossScale) -> list[Chunk] | None:
+        """Render a conversation up to the answer with index ``end``; None if not all of its answers are found.
 
-def _samples_by_end(sample: Sample, trained_by_end: Mapping[int, set[int]], answers: Sequence[int]) -> list[Sample]:
-    """Return one sample for each index of a turn that ends one, which trains the turns with these indexes."""
-    samples = []
-    response_part = sample.part or RowPart()
-    for end, trained_turns in trained_by_end.items():
+        The token that ends the answer is left out, since the last turn may end with another one than earlier turns. So
+        are empty thinking blocks, unless ``scale`` trains them.
+        """
         conversation = _conversation_until(sample, end)
-        turns = _train_only(conversation.turns, trained_turns)
-        part = replace(response_part, turn=answers.index(end) + 1, num_turns=len(answers))
+        try:
+            chunks = self._render(conversation)
+        except RowProblem:
+            return None
+        turns = finder.find(chunks)
+        num_answers = [turn.role for turn in conversation.turns].count("assistant")
+        if len(turns) != num_answers:
+            return None
+        chunks = chunks[: turns[-1].last]
+        if KEEP_EMPTY_THINK in scale.rules:
+            return chunks
+        return _without_empty_thinking(chunks, turns, header_text=finder.header[-1].text)
+
+
+def _answers(sample: Sample) -> list[int]:
+    """Return the indexes of the assistant's turns."""
+    return [index for index, turn in enumerate(sample.turns) if turn.role == "assistant"]
+
+
+def _trained_turns(sample: Sample, scale: LossScale) -> list[int]:
+    """Return the indexes of the assistant's turns that are trained with a weight above 0."""
+    answers = _answers(sample)
+    trained = [index for index in answers if is_trained(sample.turns[index], scale, is_last=index == answers[-1])]
+    return [index for index in trained if sample.turns[index].loss_scale != 0]
+
+
+def _split_into_groups(sample: Sample, groups: Sequence[Sequence[int]]) -> list[Sample]:
+    """Return one sample for each group of turns (indexes), which trains them and ends with the last of them."""
+    samples = []
+    answers = _answers(sample)
+    response_part = sample.part or RowPart()
+    for group in groups:
+        conversation = _conversation_until(sample, group[-1])
+        turns = _train_only(conversation.turns, set(group))
+        part = replace(response_part, turn=answers.index(group[-1]) + 1, num_turns=len(answers))
         samples.append(replace(conversation, turns=turns, part=part))
     return samples
 
@@ -188,10 +198,10 @@ def join_results(
             dropped.append(replace(result, part=sample.part))
         else:
             row += result
-    first_result = results[0]
-    if isinstance(first_result, Dropped) and len(dropped) == len(samples):
-        detail = f"{samples[0].part}: {first_result.detail}; all other samples of the row are dropped, too"
-        return replace(first_result, detail=detail)
+    if len(dropped) == len(samples):
+        first = dropped[0]
+        detail = f"{first.part}: {first.detail}; all other samples of the row are dropped, too"
+        return replace(first, detail=detail, part=None)
     row.left_out = tuple(dropped)
     return row
 

@@ -45,6 +45,10 @@ class _ProbeAnswer(NamedTuple):
     chunk_index: int
     next_control: str
 
+    @property
+    def chunk(self) -> Chunk:
+        return self.chunks[self.chunk_index]
+
 
 class TurnChunks(NamedTuple):
     """One assistant turn in a rendered conversation.
@@ -86,7 +90,10 @@ class TurnFinder:
         first_answer = _find_answer(two_turns, _ANSWERS[0])
         second_answer = _find_answer(two_turns, _ANSWERS[1])
         answers = (single_answer, first_answer, second_answer)
-        header, prompt_rest = _infer_header(question, question_and_prompt, answers)
+        prompt = _prompt_chunks(question, question_and_prompt)
+        # Without a generation prompt, the answer's chunk begins with a header, or the token that ends the question.
+        header = _infer_header(prompt or [single_answer.chunk], answers)
+        prompt_rest = prompt[-1].text.removeprefix(header[-1].text) if len(header) == len(prompt) else ""
         ends = frozenset(answer.next_control for answer in answers)
         ends |= _ends_before_tools(template, escaper, ends, question)
         tail = _common_tail(single_answer, first_answer) if len(ends) == 1 else ()
@@ -184,34 +191,17 @@ def _render_probes(template: ChatTemplate, escaper: ControlEscaper) -> list[list
     return [escaper.split(text) for text in texts]
 
 
-def _infer_header(
-    question: list[Chunk], question_and_prompt: list[Chunk], answers: Sequence[_ProbeAnswer]
-) -> tuple[tuple[Chunk, ...], str]:
-    """Return the header that opens every assistant turn, and the text of the generation prompt after it.
-
-    The header is what the generation prompt and the beginnings of all answered turns have in common, before the answer.
-    ``question`` and ``question_and_prompt`` are a conversation without an answer, without and with the generation
-    prompt.
-    """
-    has_prompt = question != question_and_prompt
-    if has_prompt:
-        prompt = _prompt_chunks(question, question_and_prompt)
-    else:  # the answer's chunk begins with a header, or with the token that ends the question ("[/INST]")
-        first_answer = answers[0]
-        prompt = [first_answer.chunks[first_answer.chunk_index]]
-    if not prompt or not all(chunk.control for chunk in prompt):
+def _infer_header(opening: list[Chunk], answers: Sequence[_ProbeAnswer]) -> tuple[Chunk, ...]:
+    """Return the chunks that ``opening`` and all answered turns begin with; ConfigError if there are none."""
+    if not all(chunk.control for chunk in opening):
         raise _no_control_tokens()
-    opening_token = prompt[0].control
-    header = prompt
+    header = opening
     for answer in answers:
-        header = _common_chunks(header, _chunks_before_answer(answer, opening_token))
-    has_question = any(_QUESTION in chunk.text for chunk in header)
-    if not header or has_question:
+        header = _common_chunks(header, _chunks_before_answer(answer, opening_token=opening[0].control))
+    includes_question = any(_QUESTION in chunk.text for chunk in header)
+    if not header or includes_question:
         raise _no_control_tokens()
-    prompt_rest = ""
-    if has_prompt and len(header) == len(prompt):
-        prompt_rest = prompt[-1].text.removeprefix(header[-1].text)
-    return tuple(header), prompt_rest
+    return tuple(header)
 
 
 def _chunks_before_answer(answer: _ProbeAnswer, opening_token: str) -> list[Chunk]:
@@ -223,9 +213,8 @@ def _chunks_before_answer(answer: _ProbeAnswer, opening_token: str) -> list[Chun
     for index, chunk in enumerate(answer.chunks[: answer.chunk_index + 1]):
         if chunk.control == opening_token:
             start = index
-    answer_chunk = answer.chunks[answer.chunk_index]
-    text_before_answer = answer_chunk.text.partition(answer.answer)[0]
-    return [*answer.chunks[start : answer.chunk_index], answer_chunk._replace(text=text_before_answer)]
+    text_before_answer = answer.chunk.text.partition(answer.answer)[0]
+    return [*answer.chunks[start : answer.chunk_index], answer.chunk._replace(text=text_before_answer)]
 
 
 def _common_tail(last_answer: _ProbeAnswer, earlier_answer: _ProbeAnswer) -> tuple[str, ...]:
@@ -236,13 +225,18 @@ def _common_tail(last_answer: _ProbeAnswer, earlier_answer: _ProbeAnswer) -> tup
 
 
 def _prompt_chunks(question: list[Chunk], question_and_prompt: list[Chunk]) -> list[Chunk]:
-    """Return the chunks of the generation prompt, which follows the question in ``question_and_prompt``."""
+    """Return the chunks of the generation prompt, which follows the question; [] if the template writes none."""
+    if question == question_and_prompt:
+        return []
     start = common_prefix_length(question, question_and_prompt)
     # A chunk with the question's control token has only new text; it is the prompt only if no chunk follows.
     has_next = start + 1 < len(question_and_prompt)
     if has_next and start < len(question) and question[start].control == question_and_prompt[start].control:
         start += 1
-    return question_and_prompt[start:]
+    prompt = question_and_prompt[start:]
+    if not prompt:
+        raise _no_control_tokens()
+    return prompt
 
 
 def _find_answer(chunks: list[Chunk], answer: str) -> _ProbeAnswer:

@@ -48,13 +48,13 @@ class Chunk(NamedTuple):
     Args:
         control: text of the control token; "" for the text before the first one.
         media_kind: "image", "video" or "audio" if the control token stands for a medium, else "".
-        times: how often the control token is repeated.
+        num_controls: repetitions of the control token, for the tokens of a medium.
     """
 
     control: str
     media_kind: str
     text: str
-    times: int = 1
+    num_controls: int = 1
 
 
 class ControlEscaper:

@@ -101,7 +101,7 @@ def test_frames_and_text_equal_those_of_the_processor(
         video = encoding.measure(MediaRef("a.mp4"))
     ((written,),) = inputs["text_replacement_offsets"]
     segments = encoding.segments(video)
-    texts = [segment if isinstance(segment, str) else segment.token * segment.times for segment in segments]
+    texts = [segment if isinstance(segment, str) else segment.token * segment.length for segment in segments]
     assert "".join(texts) == written["replacement"]
     assert video.num_tokens == written["replacement"].count(pad_of(name, processor))
     if "video_metadata" in inputs:

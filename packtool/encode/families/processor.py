@@ -59,7 +59,7 @@ def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[
             segments.append(processor_text[end : match.start()])
         token, previous = match.group(), segments[-1] if segments else ""
         if isinstance(previous, TokenRun) and previous.token == token:
-            segments[-1] = TokenRun(token, previous.times + 1)
+            segments[-1] = TokenRun(token, previous.length + 1)
         else:
             segments.append(TokenRun(token))
         end = match.end()
@@ -411,7 +411,7 @@ def _token_counts(segments: list[MediaSegment]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for segment in segments:
         if not isinstance(segment, str):
-            counts[segment.token] += segment.times
+            counts[segment.token] += segment.length
     return counts
 
 

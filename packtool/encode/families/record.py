@@ -23,10 +23,10 @@ Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 
 class TokenRun(NamedTuple):
-    """A control token that is repeated ``times`` times."""
+    """A control token, ``length`` times in a row."""
 
     token: str
-    times: int = 1
+    length: int = 1
 
 
 MediaSegment = str | TokenRun
