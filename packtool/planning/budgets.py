@@ -52,16 +52,16 @@ class PackLimits(NamedTuple):
     samples: int
 
 
-_num_packs_of_first_epoch: dict[str, int] = {}
+_num_packs_of_first_epoch: dict[str, int] = {}  # remembered by this process, by a hash of samples, limits and seed
 
 
 def check_media_tokens(
     media_tokens: IntArray | None, lengths: IntArray, max_media_tokens: int | None, capacity: int
 ) -> Int32Array | None:
-    """Check that no sample, of N, has more than ``max_media_tokens``, which limits the media tokens of a pack.
+    """Check that no sample has more media tokens, (N,), than a pack may hold, and return them as int32 (N,).
 
-    Returns ``media_tokens`` as int32 (N,), or None if the packer can ignore them: without a limit, and where no pack of
-    ``capacity`` tokens can exceed it. ``lengths``, (N,), include media tokens.
+    Returns None if the packer can ignore them: without a limit, and where no pack of ``capacity`` tokens can exceed it.
+    ``lengths``, (N,), include media tokens.
     """
     if max_media_tokens is None or len(lengths) == 0:
         return None
@@ -77,9 +77,10 @@ def check_media_tokens(
             f"{max_media_tokens:,}; the largest has {largest:,}.",
             f"Raise --max-media-tokens-per-pack to {largest}, or export with smaller media (--max-pixels).",
         )
-    capacity_limits_media = max_media_tokens >= capacity and bool((media_tokens <= lengths).all())
-    if largest == 0 or capacity_limits_media:
+    if largest == 0:
         return None
+    if max_media_tokens >= capacity and (media_tokens <= lengths).all():
+        return None  # a pack that is within its capacity is within this limit, too
     return media_tokens.astype(np.int32, copy=False)
 
 
@@ -93,10 +94,12 @@ def pack_within_budgets(
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Pack N samples within ``limits``, with different packs in every epoch.
+    """Pack N samples within ``limits``, with different packs in every epoch, but equally many.
 
-    Every epoch has equally many packs: those that epoch 0 needs, whose number this process remembers, and a few more,
-    because a later epoch may need more. Arguments are as for ``best_fit.pack_histogram``; ``media_tokens`` are (N,).
+    Their number is what epoch 0 needs, and a few more, because a later epoch may need more.
+
+    ``lengths`` and ``media_tokens`` are (N,). Without ``shuffle`` nothing is drawn at random. ``stream`` is added to
+    the numbers of the random streams.
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
@@ -108,17 +111,20 @@ def pack_within_budgets(
         noise = seeded_uniform(len(lengths), seed=seed, epoch=number, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
+    def pack_into(max_packs: int) -> PackPlan:
+        for noise_stream in _NOISE_STREAMS:
+            plan = pack_epoch(epoch, noise_stream)
+            if plan.num_packs <= max_packs:
+                return plan
+        return pack_epoch(0, _NOISE_STREAMS[0])  # has few enough
+
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
     if key not in _num_packs_of_first_epoch:
         _num_packs_of_first_epoch[key] = pack_epoch(0, _NOISE_STREAMS[0]).num_packs
     num_first_packs = _num_packs_of_first_epoch[key]
-    num_packs = min(num_first_packs + _SLACK_PACKS + int(num_first_packs * _SLACK), len(lengths))
-    for noise_stream in _NOISE_STREAMS:
-        plan = pack_epoch(epoch, noise_stream)
-        if plan.num_packs <= num_packs:
-            break
-    else:  # the packing of epoch 0 has few enough
-        plan = pack_epoch(0, _NOISE_STREAMS[0])
+    num_packs = num_first_packs + _SLACK_PACKS + int(num_first_packs * _SLACK)
+    num_packs = min(num_packs, len(lengths))  # no pack is empty
+    plan = pack_into(num_packs)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, order), num_packs)
 
@@ -126,30 +132,31 @@ def pack_within_budgets(
 def place_within_budgets(
     lengths: Int32Array, media_tokens: Int32Array, limits: PackLimits, order: Int64Array, noise: Costs | None
 ) -> PackPlan:
-    """Fill packs one after the other, within hard limits; return them in the order in which they were filled.
+    """Fill packs one after the other; return them in the order in which they were filled.
 
-    Each pack begins with the largest remaining sample, by the larger of its shares of the two budgets. While there is
-    space, ``_Packer._next_group`` chooses the next sample. Cost: about six microseconds a sample.
+    Each pack begins with the largest remaining sample, by its share of a pack's tokens or media tokens. Cost: about six
+    microseconds a sample.
 
-    All arrays are (N,). ``order`` lists the samples: of equally long ones in a density class, the first is taken first.
-    ``noise``, from 0 to 1, varies which samples begin packs, and how full packs become; None varies nothing.
+    All arrays are (N,). ``order`` lists the samples: of similar samples, the first is packed first. ``noise``, from 0
+    to 1, varies which samples begin packs, and how full packs become; None varies nothing.
     """
-    size = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)
+    shares = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)
     if noise is not None:
-        size *= 1 - MAX_SHORTENING * noise
+        shares *= 1 - MAX_SHORTENING * noise
     scarcity_factor = 0.0
-    shortest = int(lengths.min(initial=limits.tokens))
-    if limits.samples * shortest < limits.tokens:  # packs can reach the limit of samples
+    shortest = int(lengths.min()) if len(lengths) else limits.tokens
+    can_reach_max_samples = limits.samples * shortest < limits.tokens
+    if can_reach_max_samples:
         subset = order[:: math.ceil(len(order) / _MAX_SUBSET)]  # evenly spaced samples
-        scarcity_factor = _best_scarcity_factor(lengths[subset], media_tokens[subset], limits, size[subset])
+        scarcity_factor = _best_scarcity_factor(lengths[subset], media_tokens[subset], limits, shares[subset])
     packer = _Packer(lengths, media_tokens, order, limits, scarcity_factor)
-    samples, pack_sizes = packer.pack(largest_first=np.argsort(-size, kind="stable"), noise=noise)
+    samples, pack_sizes = packer.pack(largest_first=np.argsort(-shares, kind="stable"), noise=noise)
     return build_plan(samples, pack_sizes, lengths, limits.tokens)
 
 
-def _best_scarcity_factor(lengths: Int32Array, media_tokens: Int32Array, limits: PackLimits, size: Costs) -> float:
-    """Return the factor, of ``slots_are_scarce``, that needs the fewest packs for these samples; arrays are (n,)."""
-    largest_first = np.argsort(-size, kind="stable")
+def _best_scarcity_factor(lengths: Int32Array, media_tokens: Int32Array, limits: PackLimits, shares: Costs) -> float:
+    """Return the factor for ``slots_are_scarce`` with which these samples need the fewest packs; arrays are (n,)."""
+    largest_first = np.argsort(-shares, kind="stable")
 
     def count_packs(scarcity_factor: float) -> int:
         packer = _Packer(lengths, media_tokens, np.arange(len(lengths)), limits, scarcity_factor)
@@ -174,7 +181,7 @@ class _Packer:
     """Unpacked samples, in groups of equal length and density class.
 
     The density of a sample is its media tokens divided by its tokens. Class c has the densities above
-    ``_max_density[c - 1]`` up to ``_max_density[c]``. Groups are numbered by class, and in a class by length.
+    ``_max_density[c - 1]`` up to ``_max_density[c]``. A *slot* is space for one more sample in a pack.
     """
 
     def __init__(
@@ -239,7 +246,7 @@ class _Packer:
 
         The last sample of a pack should leave ``min_gap`` to ``max_gap`` tokens free.
         """
-        free_tokens, free_media, free_slots = self._limits
+        free_tokens, free_media, free_slots = self._limits  # at first all are free
         sample = first_sample
         while True:
             packed.append(sample)
@@ -275,16 +282,23 @@ class _Packer:
     def _next_group(self, free_tokens: int, free_media: int, free_slots: int, min_gap: int, max_gap: int) -> int | None:
         """Choose the group that a pack takes its next sample from; None if no sample fits.
 
-        The first choice is a sample that leaves ``min_gap`` to ``max_gap`` tokens free, the second the longest that
-        fits. Where slots are scarce, the choice is the sample nearest to the mean space of a slot.
+        It fills the pack up to a gap of ``min_gap`` to ``max_gap`` tokens, or else is the longest that fits. Where
+        slots are scarce, it has about the tokens of an equal share of the free ones.
         """
-        is_scarce = slots_are_scarce(free_tokens, free_slots, self._num_left, self._tokens_left, self._scarcity_factor)
         # The densest class whose samples could fill all free tokens within the free media tokens; -1 if there is none.
         filling_class = bisect_right(self._max_density, free_media / free_tokens) - 1
-        if not is_scarce:
-            filling_group = self._filling_group(filling_class, free_tokens - max_gap, free_tokens - min_gap)
-            if filling_group is not None:
-                return filling_group
+        if slots_are_scarce(free_tokens, free_slots, self._num_left, self._tokens_left, self._scarcity_factor):
+            return self._fitting_group(filling_class, free_tokens, free_media, free_tokens // free_slots)
+        filling_group = self._filling_group(filling_class, free_tokens - max_gap, free_tokens - min_gap)
+        if filling_group is not None:
+            return filling_group
+        return self._fitting_group(filling_class, free_tokens, free_media, free_tokens)
+
+    def _fitting_group(self, filling_class: int, free_tokens: int, free_media: int, wanted_length: int) -> int | None:
+        """Return a group that fits, from the first class with any: ``filling_class``, those below it, those above.
+
+        Of the class it is the group nearest in length to ``wanted_length``.
+        """
         less_dense = range(filling_class, -1, -1)
         denser = range(filling_class + 1, len(self._max_density))
         for density_class in (*less_dense, *denser):
@@ -298,13 +312,13 @@ class _Packer:
             if length < 0:
                 self._min_length[density_class] = max_length + 1
                 continue
-            if is_scarce:
-                length = lengths.nearest(free_tokens // free_slots, max_length=length)
+            if wanted_length < length:
+                length = lengths.nearest(wanted_length, max_length=length)
             return self._group_by_length[density_class][length]
         return None
 
     def _filling_group(self, filling_class: int, min_length: int, max_length: int) -> int | None:
-        """Return the group of the longest samples of these lengths in ``filling_class`` or one below; None if none."""
+        """Return the group of the longest samples of these lengths, in ``filling_class`` or a few classes below."""
         last_class = max(filling_class - _MAX_CLASSES_TRIED, -1)  # exclusive
         for density_class in range(filling_class, last_class, -1):
             length = self._lengths_in_class[density_class].longest_between(min_length, max_length)

@@ -65,22 +65,23 @@ class _Exchanges:
     def _exchange(self, crowded: int, partner: int, source: int) -> bool:
         """Move slots of ``source`` from a crowded pack to its partner; return whether any could be moved.
 
-        If the partner has too little free space, it returns one of its slots of other sources, the shortest possible.
+        The partner gives nothing in return or, if it then has too little space, one of its slots of other sources.
         """
         sources = self._slots.sources
-        partner_slots = self._slots_of(partner)
-        # At most half of what makes a pack crowded: so the crowded pack is never its own partner.
+        crowded_slots, partner_slots = self._slots_of(crowded), self._slots_of(partner)
+        # Afterwards the partner has at most half of the maximum. A crowded pack has more, so is never its own partner.
         max_moved = self.max_counts[source] // 2 - self._count(partner_slots, source)
         if max_moved <= 0:
             return False
-        crowd = self._longest_first(slot for slot in self._slots_of(crowded) if sources[slot] == source)
+        crowd = self._longest_first(slot for slot in crowded_slots if sources[slot] == source)
         others = self._longest_first(slot for slot in partner_slots if sources[slot] != source)
-        shortest_first = reversed(others)
-        for returned in ([], *([slot] for slot in shortest_first)):
-            remaining = [slot for slot in partner_slots if slot not in returned]
+        nothing: list[int] = []
+        for given_back in (nothing, *([slot] for slot in reversed(others))):  # the shortest first
+            remaining = [slot for slot in partner_slots if slot not in given_back]
             for moved in self._selections(crowd, remaining, max_moved):
-                new_crowded = [slot for slot in self._slots_of(crowded) if slot not in moved] + returned
-                if self._fits(new_crowded) and not self._is_crowded(new_crowded, sources[returned].tolist()):
+                new_crowded = [slot for slot in crowded_slots if slot not in moved] + given_back
+                # It may still be crowded with ``source``, but not with the source of the slot that it got.
+                if self._fits(new_crowded) and not self._is_crowded(new_crowded, sources[given_back].tolist()):
                     self._changed[partner] = remaining + moved
                     self._changed[crowded] = new_crowded
                     return True

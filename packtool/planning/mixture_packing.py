@@ -26,8 +26,8 @@ from packtool.planning.packing import pack
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
 _JOINS_TO_TRY = (8, 1), (8, 4), (8, 16), (16, 4), (16, 16), (32, 4), (32, 16)
-"""Grains per pack, and long slots of which one is joined; the joins that spread sources best come first, and those that
-need the fewest packs last."""
+"""Each (g, n): a grain is 1 / g of a pack, and every n-th long slot is joined. The first spread sources best, the last
+need the fewest packs."""
 _MIN_LONG = 1 / 16
 """Share of a pack from which on a slot is long."""
 _MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
@@ -35,14 +35,12 @@ _MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
 
 
 def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -> tuple[PackPlan, Int64Array]:
-    """Pack the M slots of a mixture so that no source has its samples in few packs.
+    """Pack the M slots of a mixture so that no source has its samples in few packs; as many packs in every epoch.
 
-    Short slots are joined with their neighbours, and these items are packed like samples. Of several ways to join, the
-    first that costs few packs is used. All budgets are kept, and every epoch has as many packs as the first. Cost: two
-    to three times that of ``pack``, at most nine times.
+    Cost: two to three times that of ``pack``, at most nine times.
 
-    Returns packs of slots, and ``donor_of_slot``, int64 (M,): each slot gets the sample that was drawn for its donor, a
-    slot of the same source and length. So samples meet others, though items have the same slots in every epoch.
+    Returns packs of slots, and ``donor_of_slot``, int64 (M,): fill slot i with the sample drawn for slot
+    ``donor_of_slot[i]``, which has the same source and length. This changes which samples share a pack.
     """
     capacity = options.packing_length
 
@@ -52,14 +50,17 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
     min_packs = pack_slots().num_packs  # the plan is not kept: it is large and rarely needed again
     max_packs = min_packs + int(min_packs * _MAX_EXCESS) + _MAX_EXCESS_PACKS
     for grains_per_pack, long_per_joined in _JOINS_TO_TRY:
-        items = _join_slots(slots, options, max(capacity // grains_per_pack, 1), long_per_joined)
+        grain = max(capacity // grains_per_pack, 1)
+        items = _join_slots(slots, options, grain, long_per_joined)
         item_media, item_options = _item_budgets(items, slots, options)
         item_tokens = items.tokens_per_pack()
         packs_of_items = pack(item_tokens, capacity, item_options, seed=seed, epoch=epoch, media_tokens=item_media)
         if packs_of_items.num_packs <= max_packs:
+            packs = _replace_items(packs_of_items, items)
             donor_of_slot = _draw_donors(items, slots, options, seed, epoch)
-            return relieve_crowds(_replace_items(packs_of_items, items), slots, options), donor_of_slot
-    return relieve_crowds(pack_slots(), slots, options), np.arange(len(slots.lengths))
+            return relieve_crowds(packs, slots, options), donor_of_slot
+    every_slot = np.arange(len(slots.lengths))
+    return relieve_crowds(pack_slots(), slots, options), every_slot
 
 
 def _replace_items(packs_of_items: PackPlan, items: PackPlan) -> PackPlan:
@@ -150,7 +151,7 @@ def _draw_donors(items: PackPlan, slots: Slots, options: PlanOptions, seed: int,
 
 
 Excess = npt.NDArray[np.float32]
-"""Amount of each of S sources in each of K packs, (K, S): divided by the source's mean over all packs, minus 1."""
+"""Amount of each source in each pack, (packs, sources): divided by the source's mean over all packs, minus 1."""
 
 _WINDOW_PACKS = 4096
 """Maximum packs of a window: an epoch is divided into windows, and every window is then halved repeatedly."""
@@ -168,10 +169,9 @@ def order_mixture_packs(
 ) -> Int64Array:
     """Order K packs, int64 (K,), so that every source is spread evenly; the order is random in all other respects.
 
-    The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks. Cost:
-    O(K S log K) for S sources, and 4 bytes for each of K S numbers.
+    It does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks.
 
-    ``source_of``, (N,), are the sources, 0 to S - 1, of the samples in pack order. ``amounts``, (N,), are what is
+    ``source_of``, (N,), are the sources, from 0 on, of the samples in pack order. ``amounts``, (N,), are what is
     spread: 1 for each sample, its tokens, or its target tokens.
     """
     excess = _excess_of_sources(packs, source_of, amounts)
@@ -179,37 +179,43 @@ def order_mixture_packs(
     if num_packs < 3 or num_sources < 2:
         return seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
     keys = _similarity_keys(excess)
-    similar_adjacent = seeded_order(
-        num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys
-    )
+    by_similarity = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
     _round_in_place(excess)
+    # Divide the packs into windows, halve each window repeatedly, and order the packs of each of the final parts.
     num_windows = math.ceil(num_packs / _WINDOW_PACKS)
     num_halvings = max(0, int(np.log2(num_packs / num_windows / _PART_PACKS)))
-    num_parts = num_windows * 2**num_halvings
-    # Empty packs, all numbered ``num_packs`` and without excess, make all parts equally long.
-    packs_per_part = math.ceil(num_packs / num_parts)
-    num_empty = num_parts * packs_per_part - num_packs
-    padded = np.append(similar_adjacent, np.full(num_empty, num_packs))
-    excess = np.append(excess, np.zeros((1, num_sources), np.float32), axis=0)
-    parts = _divide_into_windows(padded, num_windows, excess, seed, epoch)
+    padded, excess = _pad_packs(by_similarity, excess, num_windows * 2**num_halvings)
+    windows = _divide_into_windows(padded, num_windows, excess, seed, epoch)
+    parts = windows[:, None]  # at first, every window is one part
     for level in range(1, num_halvings + 1):
-        parts = _halve_parts(parts, excess, num_windows, RandomStream.MIX_COINS + level, seed, epoch)
-    order = _order_parts(parts.reshape(num_windows, -1, packs_per_part), excess)
-    return order[order < num_packs]
+        num_pairs = parts.size // 2
+        parts = _halve_parts(parts, excess, _flip_coins(num_pairs, level, seed, epoch))
+    order = _order_parts(parts, excess)
+    return order[order < num_packs]  # without padding
+
+
+def _pad_packs(order: Int64Array, excess: Excess, divisor: int) -> tuple[Int64Array, Excess]:
+    """Append empty packs to all K packs, up to a multiple of ``divisor``; they have the number K, and no excess."""
+    num_packs, num_sources = excess.shape
+    num_empty = -num_packs % divisor
+    padded_order = np.append(order, np.full(num_empty, num_packs))
+    return padded_order, np.append(excess, np.zeros((1, num_sources), np.float32), axis=0)
+
+
+def _flip_coins(num: int, level: int, seed: int, epoch: int) -> npt.NDArray[np.bool_]:
+    """Draw ``num`` random booleans; the windows have level 0, and each halving its own."""
+    return seeded_uniform(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS + level) < 0.5
 
 
 def _round_in_place(excess: Excess) -> None:
-    """Round ``excess``, (K, S), in place, to integers of limited size, whose sums are exact in any order."""
+    """Round ``excess`` to integers of limited size, so that sums are exact in any order."""
     maxima = excess.max(axis=0)
     excess *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
     np.rint(excess, out=excess)
 
 
 def _similarity_keys(excess: Excess) -> Int64Array:
-    """Return keys that sort similar packs next to each other, int64 (K,).
-
-    The first digit is the main source of a pack, the second its excess relative to the largest of all packs.
-    """
+    """Return keys that sort similar packs next to each other, int64 (packs,): by main source, then by its excess."""
     main_source = excess.argmax(axis=1)
     maxima = np.maximum(excess.max(axis=0), 1e-9)
     relative_excess = excess[np.arange(len(excess)), main_source] / maxima[main_source]
@@ -218,7 +224,7 @@ def _similarity_keys(excess: Excess) -> Int64Array:
 
 
 def _excess_of_sources(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Excess:
-    """Compute the excess of each source in each pack, (K, S)."""
+    """Compute the excess of each source in each pack, (packs, sources)."""
     num_sources = int(source_of.max(initial=0)) + 1
     excess = np.empty((packs.num_packs, num_sources), np.float32)
     for start in range(0, packs.num_packs, _SLICE):
@@ -234,66 +240,63 @@ def _excess_of_sources(packs: PackPlan, source_of: IntArray, amounts: IntArray) 
     return excess
 
 
-def _halve_parts(parts: Int64Array, excess: Excess, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
-    """Halve each of P parts, (P, n) with an even n, of which all windows have equally many; return int64 (2 P, n / 2).
+def _halve_parts(parts: Int64Array, excess: Excess, coins: npt.NDArray[np.bool_]) -> Int64Array:
+    """Halve the parts of each window: int64 (windows, parts, packs) becomes (windows, 2 * parts, packs / 2).
 
-    A part lists its packs, similar ones next to each other: of two adjacent packs, one goes to each half. It is chosen
-    so that the packs from the window's beginning to the middle of the part have little ``excess``, (K, S), of any
-    source. ``stream`` is that of the random numbers that decide ties.
+    Of each two adjacent packs, one goes to the first half and the other to the second, so that the sum of ``excess``
+    from the beginning of the window to the middle of the part stays near 0.
     """
-    num_parts, num_packs = parts.shape
-    sums = _sums_up_to_middles(parts, excess, num_windows)
-    swaps_ties = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
-    halves = np.empty((num_parts, 2, num_packs // 2), np.int64)
-    for pair, swaps_tie in enumerate(swaps_ties.reshape(-1, num_parts)):
-        # One pair of every part at once: packs (P,), and their difference (P, S).
-        first, second = parts[:, 2 * pair], parts[:, 2 * pair + 1]
+    num_windows, num_parts, num_packs = parts.shape
+    num_pairs = num_packs // 2
+    coins = coins.reshape(num_pairs, num_windows, num_parts)
+    doubled_sums = _doubled_sums_to_middles(parts, excess)
+    halves = np.empty((num_windows, num_parts, 2, num_pairs), np.int64)
+    for pair in range(num_pairs):
+        # One pair of every part at once, (windows, parts).
+        first = parts[:, :, 2 * pair]
+        second = parts[:, :, 2 * pair + 1]
         difference = excess[first] - excess[second]
-        is_swapped = _is_swapped(sums, difference, swaps_tie)
-        halves[:, 0, pair] = np.where(is_swapped, second, first)
-        halves[:, 1, pair] = np.where(is_swapped, first, second)
-        sums += np.where(is_swapped[:, None], -difference, difference)
-    return halves.reshape(2 * num_parts, -1)
+        is_swapped = _is_swapped(doubled_sums, difference, coins[pair])
+        halves[:, :, 0, pair] = np.where(is_swapped, second, first)
+        halves[:, :, 1, pair] = np.where(is_swapped, first, second)
+        doubled_sums += np.where(is_swapped[:, :, None], -difference, difference)
+    return halves.reshape(num_windows, 2 * num_parts, num_pairs)
 
 
-def _sums_up_to_middles(parts: Int64Array, excess: Excess, num_windows: int) -> npt.NDArray[np.float64]:
-    """Return twice the excess of each source from a window's beginning to the middle of each part, (P, S).
+def _doubled_sums_to_middles(parts: Int64Array, excess: Excess) -> npt.NDArray[np.float64]:
+    """Return twice the excess from a window's beginning to the middle of each part, (windows, parts, sources).
 
-    The part counts half, as if it were halved evenly; each pair of its packs then adds or subtracts its difference.
+    Half of a part's excess is assumed to come before its middle.
     """
-    sums = excess[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, excess.shape[1])
-    sums -= np.rint(sums.mean(axis=1, keepdims=True))
-    # The excess up to the middle of a part is the mean of those up to its two ends.
-    up_to_end = sums.cumsum(axis=1)  # (windows, parts of a window, S)
-    up_to_middle = up_to_end.copy()
-    up_to_middle[:, 1:] += up_to_end[:, :-1]
-    return up_to_middle.reshape(len(parts), -1)
+    part_sums = excess[parts].sum(axis=2, dtype=np.float64)
+    part_sums -= np.rint(part_sums.mean(axis=1, keepdims=True))
+    return 2 * part_sums.cumsum(axis=1) - part_sums
 
 
 def _is_swapped(
-    sums: npt.NDArray[np.float64], difference: Excess, swaps_tie: npt.NDArray[np.bool_] | bool
+    sums: npt.NDArray[np.float64], difference: Excess, coins: npt.NDArray[np.bool_] | np.bool_
 ) -> npt.NDArray[np.bool_]:
-    """Choose the pairs of packs to swap, bool (n,): those whose ``difference``, (n, S), would make ``sums`` larger.
+    """Choose the pairs of packs to swap, bool (...), to keep ``sums``, (..., sources), near 0.
 
-    Swapped pairs subtract their difference from the sums, others add it; ``swaps_tie`` decides where both are equal.
+    A pair adds its ``difference``, (..., sources), to the sums; a swapped pair subtracts it. ``coins`` decide ties.
     """
-    gain = np.einsum("ps,ps->p", sums, difference)
-    return (gain > 0) | ((gain == 0) & swaps_tie)
+    product = np.einsum("...s,...s->...", sums, difference)
+    return (product > 0) | ((product == 0) & coins)
 
 
 def _order_parts(parts: Int64Array, excess: Excess) -> Int64Array:
-    """Order the packs of each part, int64 (windows, parts, packs of a part); return all packs in order, int64 (n,).
+    """Order the packs of each part, int64 (windows, parts, packs); return all packs in order, int64 (n,).
 
-    The next pack of a part is the one that makes the sums of ``excess``, (K, S), in its window most even. All windows
-    are ordered at once.
+    The next pack of a part is the one that makes the sums of ``excess`` in its window most even.
     """
     num_windows, num_parts, num_packs = parts.shape
     windows = np.arange(num_windows)
     order = np.empty((num_windows, num_parts * num_packs), np.int64)
     sums = np.zeros((num_windows, excess.shape[1]))  # of the packs of a window that are in order
-    window_mean = np.rint(excess[parts].sum(axis=(1, 2), dtype=np.float64) / (num_parts * num_packs))
+    window_sum = excess[parts].sum(axis=(1, 2), dtype=np.float64)
+    window_mean = np.rint(window_sum / (num_parts * num_packs))  # an integer, so that sums stay exact
     for part in range(num_parts):
-        candidates = excess[parts[:, part]] - window_mean[:, None]  # (windows, packs, S)
+        candidates = excess[parts[:, part]] - window_mean[:, None]  # (windows, packs, sources)
         squares = np.einsum("wps,wps->wp", candidates, candidates)
         for position in range(part * num_packs, (part + 1) * num_packs):
             # The best pack has the least |sums + candidate|^2; |sums|^2, which all have in common, is left out.
@@ -306,16 +309,16 @@ def _order_parts(parts: Int64Array, excess: Excess) -> Int64Array:
 
 
 def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, seed: int, epoch: int) -> Int64Array:
-    """Divide packs (n,), in which similar ones are adjacent, into windows; return int64 (windows, n / windows).
+    """Divide packs (n,), sorted by similarity, evenly into windows; return int64 (windows, n / windows).
 
-    In each round every window gets one pack. Two adjacent packs go to two random windows; which of them goes to which
-    is chosen so that the windows have about equal sums of ``excess``, (K, S).
+    In each round every window gets one pack. Windows are paired at random, and each pair gets two adjacent packs, in
+    the order that makes the sums of ``excess`` of the two windows more equal.
     """
     rounds = order.reshape(-1, num_windows)
     if num_windows == 1:
         return rounds.T.copy()
     window_orders = _draw_window_orders(len(rounds), num_windows, seed, epoch)
-    swaps_ties = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
+    coins = _flip_coins(len(rounds), 0, seed, epoch)
     num_pairs = num_windows // 2
     num_paired = 2 * num_pairs  # of an odd number of windows, one gets the last pack of the round
     sums = np.zeros((num_windows, excess.shape[1]))
@@ -327,7 +330,7 @@ def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, se
         first = packs[:num_paired:2]
         second = packs[1:num_paired:2]
         difference = excess[first] - excess[second]
-        is_swapped = _is_swapped(sums[left] - sums[right], difference, bool(swaps_ties[number]))
+        is_swapped = _is_swapped(sums[left] - sums[right], difference, coins[number])
         windows[left, number] = np.where(is_swapped, second, first)
         windows[right, number] = np.where(is_swapped, first, second)
         windows[window_order[num_paired:], number] = packs[num_paired:]

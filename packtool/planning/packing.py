@@ -101,7 +101,7 @@ def share_drawn_prefixes(
     """Pack the samples of ``packs`` anew, so that prefixes of several are computed once; the same packs if none are."""
     order = np.argsort(packs.samples, kind="stable")  # equal trees whenever the samples are equal
     samples, lengths, capacity = packs.samples[order], packs.lengths[order], packs.capacity
-    trees = drawn.plan_trees(samples, lengths, capacity)
+    trees = drawn.build_trees(samples, lengths, capacity)
     if not trees.num_shared_tokens:
         return packs
     media_tokens = drawn.added_media(trees, samples)
@@ -116,7 +116,7 @@ def share_prefixes_in_steps(samples: PackPlan, drawn: DrawnPrefixes, samples_per
     those that each adds to its prefix.
     """
     steps = np.arange(samples.num_samples) // samples_per_step
-    trees = drawn.plan_trees(samples.samples, samples.lengths, samples.capacity, sets=steps)
+    trees = drawn.build_trees(samples.samples, samples.lengths, samples.capacity, sets=steps)
     if not trees.num_shared_tokens:
         return samples
     # Trees come in the order of their first samples, so those of a step stay together.

@@ -133,10 +133,9 @@ def plan_trees(
     media_tokens: tuple[IntArray, IntArray] | None = None,
     max_media_tokens: int | None = None,
 ) -> PrefixTrees:
-    """Build prefix trees, and split those that do not fit into a pack: a pure function, the same on every machine.
+    """Build trees of samples that share prefixes, and split trees that do not fit into a pack into groups.
 
-    A group is a tree or a part of one, and computes its prefix once. Trees are split in depth-first order. If tokens
-    are the only limit, wide trees are split where their branches fit best.
+    A pure function, the same on every machine.
 
     Args:
         lengths: (N,), tokens of each sample.
@@ -148,17 +147,19 @@ def plan_trees(
     """
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.from_prefixes(prefixes, min_shared)
-    fits = lengths <= (capacity if max_length is None else max_length)
-    walk = _DepthFirstWalk.of(forest, np.flatnonzero(fits))
-    if max_media_tokens is None and max_samples is None:
-        _pack_wide_trees(walk, lengths, capacity)
+    if max_length is None:
+        max_length = capacity
+    walk = _DepthFirstWalk.of(forest, np.flatnonzero(lengths <= max_length))
+    if max_media_tokens is None and max_samples is None:  # tokens are the only limit
+        _pack_wide_trees(walk, lengths, capacity)  # changes the walk in place
     samples = walk.samples
     limits = [_Limit(lengths[samples], walk.shared_tokens, capacity)]
     if media_tokens is not None and max_media_tokens is not None:
         sample_media, prefix_media = media_tokens
         shared_media = np.append(prefix_media, 0)[walk.shared_prefixes]  # ``NOTHING``, -1, selects the appended 0
         limits.append(_Limit(sample_media[samples], shared_media, max_media_tokens))
-    max_samples = len(samples) if max_samples is None else max_samples
+    if max_samples is None:
+        max_samples = len(samples)
     group_starts = _split_trees(walk.shared_tokens, limits, max_samples)
     walk.set_shared(group_starts, 0, NOTHING)  # a group shares nothing with the one before
     offsets = np.append(group_starts, len(samples))
@@ -178,28 +179,29 @@ class DrawnPrefixes(NamedTuple):
     min_shared: int
     max_media_tokens: int | None = None
 
-    def plan_trees(
+    def build_trees(
         self, samples: Int64Array, lengths: IntArray, capacity: int, sets: Int64Array | None = None
     ) -> PrefixTrees:
-        """Build trees of drawn samples, (n,), numbered from 0 to n - 1; copies of a sample are in different trees.
+        """Build trees of drawn samples, (n,), of ``lengths`` (n,); in the trees they are numbered from 0 to n - 1.
 
-        ``lengths``, (n,), are their tokens. If ``sets``, (n,), are given, only samples of the same set share prefixes.
+        Copies of a sample do not share prefixes, and neither do samples of different ``sets``, (n,).
         """
-        members, offsets = gather_groups(self.prefixes.offsets, samples)
-        by_sample = np.argsort(samples, kind="stable")
-        copies = np.empty_like(samples)  # 0 for the first occurrence of a sample, 1 for the second
-        firsts = np.flatnonzero(np.diff(samples[by_sample], prepend=NOTHING))
-        copies[by_sample] = np.arange(len(samples)) - np.repeat(firsts, np.diff(np.append(firsts, len(samples))))
-        salts = copies if sets is None else sets * (int(copies.max(initial=0)) + 1) + copies
-        # An odd factor: equal hashes stay equal only with equal salts.
-        salts_of_prefixes = np.repeat(salts.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), np.diff(offsets))
+        # Indices of the prefixes of each drawn sample, (m,), and where those of each sample begin.
+        selected, offsets = gather_groups(self.prefixes.offsets, samples)
+        salts = _number_copies(samples)
+        if sets is not None:
+            max_copies = int(salts.max(initial=0)) + 1
+            salts += sets * max_copies  # one number for set and copy
+        # Different salts make equal hashes different.
+        factors = salts.astype(np.uint64) * _SALT_FACTOR
+        hashes = self.prefixes.hashes[selected] ^ np.repeat(factors, np.diff(offsets))
         sample_media, prefix_media = self.media_tokens
         return plan_trees(
             lengths,
-            Prefixes(offsets, self.prefixes.lengths[members], self.prefixes.hashes[members] ^ salts_of_prefixes),
+            Prefixes(offsets, self.prefixes.lengths[selected], hashes),
             capacity=capacity,
             min_shared=self.min_shared,
-            media_tokens=(sample_media[samples], prefix_media[members]),
+            media_tokens=(sample_media[samples], prefix_media[selected]),
             max_media_tokens=self.max_media_tokens,
         )
 
@@ -208,6 +210,21 @@ class DrawnPrefixes(NamedTuple):
         members, _ = gather_groups(self.prefixes.offsets, samples)
         sample_media, prefix_media = self.media_tokens
         return trees.added(sample_media[samples], prefix_media[members])
+
+
+_SALT_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number, so that no two salts have the same product modulo 2^64."""
+
+
+def _number_copies(samples: Int64Array) -> Int64Array:
+    """Number the occurrences of each sample: 0 for the first, 1 for the second; int64 (n,)."""
+    by_sample = np.argsort(samples, kind="stable")
+    indices = np.arange(len(samples))
+    is_first = np.diff(samples[by_sample], prepend=-1) > 0
+    first_indices = np.maximum.accumulate(np.where(is_first, indices, 0))
+    copies = np.empty_like(samples)
+    copies[by_sample] = indices - first_indices
+    return copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,23 +271,25 @@ class _DepthFirstWalk:
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
-    """Rebuild the trees of a plan made with ``min_shared``; None if its prefixes were others.
-
-    A sample that shares nothing with the one before it begins a group.
-    """
+    """Rebuild the trees of a plan made with ``min_shared``; None if it was made from other prefixes."""
     assert packs.shared_tokens is not None, "the plan has shared prefixes"
-    # Sample and prefix length in one number, ascending.
-    keys = prefixes.owners() << 31 | prefixes.lengths
     has_prefix = packs.shared_tokens > 0
-    wanted_keys = (packs.samples << 31 | packs.shared_tokens + 1)[has_prefix]
-    indices = np.searchsorted(keys, wanted_keys)
-    if (indices == len(keys)).any() or (keys[indices] != wanted_keys).any():
+    prefix_lengths = packs.shared_tokens[has_prefix] + 1  # samples share all of a prefix but its last token
+    wanted_keys = _prefix_keys(packs.samples[has_prefix], prefix_lengths)
+    keys = _prefix_keys(prefixes.owners(), prefixes.lengths)
+    if not np.isin(wanted_keys, keys).all():
         return None
     shared_prefixes = np.full(packs.num_samples, NOTHING, np.int64)
-    shared_prefixes[has_prefix] = indices
+    shared_prefixes[has_prefix] = np.searchsorted(keys, wanted_keys)
     tree_ids = _Forest.from_prefixes(prefixes, min_shared).roots()[packs.samples]
-    offsets = np.append(np.flatnonzero(~has_prefix), packs.num_samples)
+    group_starts = np.flatnonzero(~has_prefix)
+    offsets = np.append(group_starts, packs.num_samples)
     return PrefixTrees(packs.samples, offsets, packs.shared_tokens, shared_prefixes, tree_ids)
+
+
+def _prefix_keys(samples: Int64Array, lengths: Int32Array) -> Int64Array:
+    """Return a number for each prefix, (n,), that sorts prefixes by sample, then by length."""
+    return (samples << 31) + lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,23 +303,21 @@ class _Forest:
 
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:
-        """Make a node of every hash that several prefixes of more than ``min_shared`` tokens have."""
+        """Make one node of all prefixes with the same hash, if they are several and longer than ``min_shared``."""
         repeated = _repeated_prefixes(prefixes, min_shared)  # indices of prefixes, (X,), sample after sample
-        _, first, node_of = np.unique(prefixes.hashes[repeated], return_index=True, return_inverse=True)
-        # Number the nodes in the order in which ``repeated`` lists them first, so parents come before their children.
-        by_first = np.argsort(first)
-        first = first[by_first]  # of each node, (H,): where it is first in ``repeated``
-        node_of = invert_order(by_first)[node_of]  # of each prefix in ``repeated``, (X,)
-        # A sample lists its prefixes from short to long: the parent of a node is the one before it in the sample.
+        node_of, first = _number_by_occurrence(prefixes.hashes[repeated])  # so parents come before their children
         samples = prefixes.owners()[repeated]
-        parent_of = np.append(NOTHING, node_of)[:-1]
-        parent_of[np.diff(samples, prepend=NOTHING) > 0] = NOTHING  # the shortest of each sample
+        is_shortest = np.diff(samples, prepend=-1) > 0
+        is_longest = np.diff(samples, append=prefixes.num_samples) > 0
+        # A sample lists its prefixes from short to long: the parent of a node is the one before it.
+        parent_of = np.roll(node_of, 1)
+        parent_of[is_shortest] = NOTHING
         last_nodes = np.full(prefixes.num_samples, NOTHING, np.int64)
-        last_nodes[samples] = node_of  # of several nodes of a sample, the last one stays
+        last_nodes[samples[is_longest]] = node_of[is_longest]
         first_prefixes = repeated[first]
         return cls(
             parents=np.append(parent_of[first], NOTHING),
-            # Not the last token of a prefix, which may have to predict two continuations.
+            # Without the last token of a prefix: its samples may continue differently, and so have different targets.
             tokens=np.append(prefixes.lengths[first_prefixes] - 1, 0).astype(np.int32),
             prefixes=np.append(first_prefixes, NOTHING),
             last_nodes=last_nodes,
@@ -358,6 +375,16 @@ class _Forest:
             one[pairs] = np.where(depths[a] >= depths[b], self.parents[a], a)
             other[pairs] = np.where(depths[b] >= depths[a], self.parents[b], b)
         return one
+
+
+def _number_by_occurrence(values: npt.NDArray[np.uint64]) -> tuple[Int64Array, Int64Array]:
+    """Number the H distinct values in the order in which they first occur.
+
+    Returns the number of each value, (X,), and the index of the first occurrence of each number, (H,).
+    """
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    by_first = np.argsort(first)
+    return invert_order(by_first)[inverse], first[by_first]
 
 
 def _repeated_prefixes(prefixes: Prefixes, min_shared: int) -> Int64Array:
@@ -433,28 +460,29 @@ def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) ->
         _pack_wide_tree(view, lengths[view.samples], capacity)
 
 
-def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> None:
-    """Distribute the branches of one tree over packs, in place; no change if it fits into one, or has few branches.
+def _pack_wide_tree(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) -> None:
+    """Distribute the branches of one tree over packs, in place, unless it fits into one pack or has few branches.
 
-    All samples of the tree share the trunk; a branch is consecutive samples that share more than the trunk. Each pack
-    computes the trunk once. ``lengths``, (n,), are of the samples in the order of the tree; there are two or more.
+    ``walk`` is that of the tree, of two or more samples; ``lengths``, (n,), are their tokens in its order.
     """
-    # The trunk is the shortest prefix that a sample, other than the first, shares with the sample before it.
-    fork = 1 + int(tree.shared_tokens[1:].argmin())
-    trunk_tokens, trunk_prefix = int(tree.shared_tokens[fork]), int(tree.shared_prefixes[fork])
-    branch_starts = np.flatnonzero(tree.shared_tokens <= trunk_tokens)
-    tokens_beside_trunk = lengths - np.maximum(tree.shared_tokens, trunk_tokens)  # that each sample adds, (n,)
-    branch_tokens = np.add.reduceat(tokens_beside_trunk, branch_starts)
+    # All samples share the trunk; a branch begins where a sample shares no more than that with the one before it.
+    trunk_tokens = int(walk.shared_tokens[1:].min())
+    branch_starts = np.flatnonzero(walk.shared_tokens <= trunk_tokens)
+    trunk_prefix = int(walk.shared_prefixes[branch_starts[1]])
+    # Tokens that each sample adds to the trunk and the samples before it, (n,).
+    added_tokens = lengths - np.maximum(walk.shared_tokens, trunk_tokens)
+    branch_tokens = np.add.reduceat(added_tokens, branch_starts)
     packs = _pack_branches(branch_tokens, capacity - trunk_tokens)
     if packs is None:
         return
-    branch_order, pack_starts = packs
-    positions, branch_offsets = gather_groups(np.append(branch_starts, len(lengths)), branch_order)
-    tree.reorder(positions)
-    # A branch shares the trunk with the branch before it; the first of a pack shares nothing.
-    new_branch_starts = branch_offsets[:-1]
-    tree.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
-    tree.set_shared(new_branch_starts[pack_starts], 0, NOTHING)
+    branch_order, first_branches = packs
+    branch_offsets = np.append(branch_starts, len(lengths))
+    positions, new_branch_offsets = gather_groups(branch_offsets, branch_order)
+    walk.reorder(positions)
+    # A branch shares the trunk with the branch before it, except for the first of a pack, which shares nothing.
+    new_branch_starts = new_branch_offsets[:-1]
+    walk.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
+    walk.set_shared(new_branch_starts[first_branches], 0, NOTHING)
 
 
 def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, Int64Array] | None:
@@ -513,12 +541,10 @@ class Branch:
 
 
 def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[Branch]:
-    """List the branches of one pack, each after its parent, in the order of their tokens in the pack.
+    """List the branches of one pack in the order of their tokens, each after its parent.
 
-    A branch is tokens that occur once in the pack: of a prefix of several samples, or of one sample.
-
-    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more. ``shared``, (S,), are the tokens of the
-    prefix that it shares with the sample before it, which is shorter than either; None if nothing is shared.
+    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more. ``shared``, (S,), are the tokens that it
+    shares with the sample before it; None if nothing is shared.
     """
     shared_tokens = [0] * len(new_tokens) if shared is None else shared.tolist()
     shared_tokens.append(0)  # nothing is shared beyond the end of the pack
@@ -528,28 +554,26 @@ def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[
         # Of the path to the sample before, this sample has only the branches within the shared prefix.
         while path and branches[path[-1]].stop > shared_tokens[sample]:
             path.pop()
-        stop_samples = _stop_samples(sample, shared_tokens[sample] + num_new, shared_tokens)
-        for prefix_length, stop_sample in sorted(stop_samples.items()):
+        num_tokens = shared_tokens[sample] + num_new
+        for stop, stop_sample in _new_branch_stops(sample, num_tokens, shared_tokens):
             parent = path[-1] if path else NOTHING
             start = branches[parent].stop if path else 0
             path.append(len(branches))
-            branches.append(Branch(sample, stop_sample, start, prefix_length, parent))
+            branches.append(Branch(sample, stop_sample, start, stop, parent))
     return branches
 
 
-def _stop_samples(sample: int, length: int, shared_tokens: list[int]) -> dict[int, int]:
-    """Find where the branches of a sample end that the sample before it does not have.
+def _new_branch_stops(sample: int, num_tokens: int, shared_tokens: list[int]) -> list[tuple[int, int]]:
+    """Find the branches of a sample that the sample before it lacks, the first tokens first.
 
-    Returns, for the position after the last token of each branch, the first following sample without this branch; the
-    longest comes first, which is the full sample. ``shared_tokens`` is what each sample of the pack shares with the one
-    before it, with a 0 at the end.
+    Returns the token position at which each ends, and the first following sample that lacks it, too.
     """
-    stop_samples: dict[int, int] = {}
-    prefix_length = length
+    stops: list[tuple[int, int]] = []
+    stop = num_tokens  # the last branch ends with the sample
     following = sample + 1
-    while prefix_length > shared_tokens[sample] and following < len(shared_tokens):
-        if prefix_length > shared_tokens[following]:
-            stop_samples[prefix_length] = following
-            prefix_length = shared_tokens[following]
+    while stop > shared_tokens[sample] and following < len(shared_tokens):
+        if stop > shared_tokens[following]:
+            stops.append((stop, following))
+            stop = shared_tokens[following]
         following += 1
-    return stop_samples
+    return stops[::-1]

@@ -297,7 +297,7 @@ class Inputs:
         if self.mixture is None or self.options.samples_per_step is not None or drawn is None:
             return self._drawn_packs(0)
         samples = np.sort(self.mixture.draw(0))
-        trees = drawn.plan_trees(samples, self.lengths[samples], self.options.packing_length)
+        trees = drawn.build_trees(samples, self.lengths[samples], self.options.packing_length)
         tokens, samples = trees.new_tokens(self.lengths[samples]), samples[trees.samples]
         return PackPlan(samples, trees.offsets, tokens, self.options.packing_length, trees.shared_tokens)
 
