@@ -1,8 +1,4 @@
-"""Translation of names and values of other tools into packtool's options.
-
-Names come from ``config/compat_names.tsv``; ``values.tsv`` and ``defaults.tsv`` add what names alone cannot say. The
-comments at the start of each table describe its columns.
-"""
+"""Translation of keys by ``compat_names.tsv``, ``values.tsv`` and ``defaults.tsv``, whose comments explain them."""
 
 from __future__ import annotations
 
@@ -27,14 +23,16 @@ _CHANGES_TRAINING = {
     *("new_special_tokens", "rope_scaling", "max_model_len", "label_smoothing_factor"),
 }
 
+_Rule = tuple[str, str]  # an effect and its text, as in values.tsv
+_NOTHING: _Rule = ("used", "")
+
 
 @dataclass
 class Translation:
     """A configuration in packtool's options, with everything that the report and ``packtool translate`` show.
 
     Args:
-        values: by option, with underscores.
-        origins: foreign names, or source of a default, by option.
+        values, origins: by option (with underscores), its value, and its foreign names or the source of a default.
         defaults: options whose value is a default of the other tool.
         omitted: (name, reason) of keys without effect.
         problems: a sentence for each key that would change training and has no equivalent.
@@ -95,10 +93,7 @@ class Translation:
                 self.translate_key(f"{name}.{key}", value)
 
     def translate_key(self, name: str, value: Any) -> None:
-        """Translate one key by the tables; null means that the key is absent.
-
-        A rule for this value (``values.tsv``) takes precedence over the entry for the key (``compat_names.tsv``).
-        """
+        """Translate one key by the first line for its value in ``values.tsv``, else by ``compat_names.tsv``."""
         if value is None or (self.source.is_record and value in ([], {}, "")):
             return
         rule = self._find_rule(name, as_text(value).lower())
@@ -106,15 +101,15 @@ class Translation:
         if rule is None and entry is not None:
             rule = self._rule_of_entry(entry, name, value)
         if rule is not None:
-            self._apply_rule(*rule, name, value)
-        elif self.source.is_record:  # which also has values that ms-swift computes
+            self._apply_rule(rule, name, value)
+        elif self.source.is_record:
             self.omitted.append((name, "a derived value"))
         else:
             known_names = [each.name for each in compat_names() if each.tool in (self.source.tool, TRANSFORMERS)]
             self.refuse(name, f"unknown setting{did_you_mean(name, known_names)}")
 
-    def _find_rule(self, name: str, value: str) -> tuple[str, str] | None:
-        """Return (effect, text) of the first line of ``values.tsv`` that matches a key."""
+    def _find_rule(self, name: str, value: str) -> _Rule | None:
+        """Return the rule in the first line of ``values.tsv`` that matches a key."""
         for tool, names, values, condition, effect, text in read_table("values.tsv"):
             is_of_key = tool in ("*", self.source.tool) and _matches(name, names)
             if is_of_key and _matches(value, values) and self._holds(condition):
@@ -142,39 +137,38 @@ class Translation:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def _rule_of_entry(self, entry: CompatName, name: str, value: Any) -> tuple[str, str]:
-        """Return an entry of ``compat_names.tsv`` as a rule (effect, text) of ``values.tsv`` for this value."""
+    def _rule_of_entry(self, entry: CompatName, name: str, value: Any) -> _Rule:
+        """Return the rule that an entry of ``compat_names.tsv`` means for this value of its key."""
         is_off = as_text(value).strip().lower() in _DISABLED
+        is_record = self.source.is_record
         if entry.status == "same":
-            return "set", f"{OPTIONS[name]}={{}}"
+            return "set", OPTIONS[name] + "={}"
         if entry.status == "unneeded":
             return "omit", entry.reason
-        if entry.status == "set":
-            return ("used", "") if self.source.is_record else ("set", f"training.{name}={{}}")
+        if entry.status == "set":  # a field of transformers' TrainingArguments
+            return _NOTHING if is_record else ("set", "training." + name + "={}")
         if entry.status == "unsupported":
-            is_ignored = self.source.is_record and name not in _CHANGES_TRAINING
-            return ("used", "") if is_off or is_ignored else ("stop", f"not supported: {entry.reason}")
+            is_harmless = is_off or (is_record and name not in _CHANGES_TRAINING)
+            return _NOTHING if is_harmless else ("stop", f"not supported: {entry.reason}")
         if is_off and entry.selects_a_value:
-            return "used", ""
+            return _NOTHING
         if "{per_epoch}" in entry.options:
             return self._interval_rule(name, value)
-        # Each option may be followed by a word with its value, or by "and".
-        options = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", in_our_unit(entry.options, as_text(value)))
-        if not options:
-            return "stop", f"use {entry.options} instead; {entry.reason}"
-        return "set", " ".join(f"{option.replace('-', '_')}={word or '{}'}" for option, word in options)
+        assignments = _assignments(in_our_unit(entry.options, as_text(value)))
+        return ("set", assignments) if assignments else ("stop", f"use {entry.options} instead; {entry.reason}")
 
-    def _interval_rule(self, name: str, value: Any) -> tuple[str, str]:
+    def _interval_rule(self, name: str, value: Any) -> _Rule:
         """Return the rule for a number of evaluations or checkpoints per epoch: their interval as part of the run."""
         option = "eval" if name.startswith("eval") else "save"
         num_epochs = self.number("num_epochs", self.source.values.get("num_epochs"), 1) or 1
         num_times = self.number(name, value, 0) * num_epochs
         if num_times > 1:
             return "set", f"{option}_steps={1 / num_times}"
-        return ("set", f"{option}_strategy=epoch") if num_times else ("used", "")
+        return ("set", f"{option}_strategy=epoch") if num_times else _NOTHING
 
-    def _apply_rule(self, effect: str, text: str, name: str, value: Any) -> None:
-        """Translate a key by a rule (effect, text) of ``values.tsv``."""
+    def _apply_rule(self, rule: _Rule, name: str, value: Any) -> None:
+        """Translate a key by a rule."""
+        effect, text = rule
         text = text.replace("{name}", name)
         for placeholder, key, default in re.findall(r"(\{(.+?)\|(.*?)\})", text):
             text = text.replace(placeholder, ",".join(split_list(self._value_of(key) or default)))
@@ -242,6 +236,12 @@ def split_list(value: Any) -> list[str]:
 def _matches(text: str, patterns: str) -> bool:
     """Return whether a text matches one of the patterns, which have spaces between them."""
     return any(fnmatchcase(text, pattern) for pattern in patterns.split(" "))
+
+
+def _assignments(options: str) -> str:
+    """Convert options such as ``--packing and --fsdp full_shard`` to ``packing={} fsdp=full_shard``."""
+    words = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", options)
+    return " ".join(f"{option.replace('-', '_')}={value or '{}'}" for option, value in words)
 
 
 def _convert(option: str, value: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Reading configuration files and command lines of other tools, and detecting the tool.
-
-Files are YAML or JSON. A duplicate key, a YAML bomb, an empty file, or a file that mixes tools is a ``ConfigError``.
-"""
+"""Reading configuration files and command lines of other tools, and detecting the tool."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ TOOLS = {"ms-swift": "ms-swift", "llama-factory": "LLaMA-Factory", "axolotl": "a
 """Names of the tools by value of ``--from``."""
 MAX_NODES = 100_000
 SETTINGS = {"export": ExportConfig, "train": TrainConfig}
-"""Settings by command of a ``ForeignConfig``."""
 FIELDS = {each.name: (each, cls) for cls in SETTINGS.values() for each in dataclasses.fields(cls)}
 OPTIONS = {
     name.replace("-", "_"): each.name for each, _ in FIELDS.values() for name in (each.name, *each.metadata["aliases"])
@@ -36,7 +32,6 @@ OPTIONS = {
 """Fields of the settings by the names of their options, with underscores."""
 _PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "num_gpus")
 _MODEL_KEYS = ("model", "model_name_or_path", "base_model")
-# Keys that only the files have that ms-swift writes beside checkpoints (args.json).
 _RECORD_KEYS = {"global_world_size", "model_suffix", "model_info", "model_meta"}
 
 
@@ -60,7 +55,7 @@ class ForeignConfig:
 
     @property
     def is_record(self) -> bool:
-        """True for ms-swift's args.json, which holds every argument, also those left at their defaults."""
+        """True for the args.json of ms-swift's checkpoints, which has all arguments: given, default and computed."""
         return bool(_RECORD_KEYS & set(self.values))
 
     @property
@@ -76,14 +71,14 @@ class ForeignConfig:
 
 
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read a YAML or JSON file of names and values; a ConfigError for anything else, duplicate keys and YAML bombs."""
+    """Read a YAML or JSON file of names and values."""
     import yaml  # here, because most runs need none of it
 
     try:
         text = Path(path).read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
-            _num_nodes(root, {})
+            _count_checked(root, {})  # raises for duplicate keys and YAML bombs, which parse_yaml would read
         value = parse_yaml(text)
     except RecursionError as error:
         raise ConfigError(f"--config {path}: lists and objects nest too deeply") from error
@@ -96,29 +91,34 @@ def load_config_file(path: str) -> dict[str, Any]:
     return {str(key): item for key, item in (value or {}).items()}
 
 
-def _num_nodes(node: Any, counts: dict[int, int]) -> int:
-    """Return the number of nodes in a YAML tree with aliases expanded; ValueError for too many and duplicate keys.
-
-    ``counts`` has the results by ``id`` of nodes (an alias is the same object each time), and 0 for unfinished ones.
-    """
-    if counts.setdefault(id(node), 0):
+def _count_checked(node: Any, counts: dict[int, int]) -> int:
+    """Return the number of nodes in a YAML tree with aliases expanded; ``counts`` has results by ``id`` of the node."""
+    if counts.get(id(node)) == 0:  # not finished
+        raise ValueError(f"line {node.start_mark.line + 1}: a value contains itself")
+    if id(node) in counts:
         return counts[id(node)]
-    children = node.value if isinstance(node.value, list) else []  # a text has no children
-    pairs = [child for child in children if isinstance(child, tuple)]  # of the keys and values of an object
-    keys: set[str] = set()
-    for key, _ in pairs:
-        if isinstance(key.value, str) and key.value in keys:
-            raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice; remove one")
-        keys.add(str(key.value))
+    counts[id(node)] = 0
     total = 1
-    for child in [each for pair in pairs for each in pair] if pairs else children:
-        if counts.get(id(child)) == 0:
-            raise ValueError(f"line {child.start_mark.line + 1}: a value contains itself")
-        total += _num_nodes(child, counts)
+    for child in _children(node):
+        total += _count_checked(child, counts)
     if total > MAX_NODES:
         raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
     counts[id(node)] = total
     return total
+
+
+def _children(node: Any) -> list[Any]:
+    """Return the items of a YAML list, or the keys and values of an object; ValueError for duplicate keys."""
+    if node.id != "mapping":
+        return node.value if node.id == "sequence" else []
+    children = []
+    keys: set[str] = set()
+    for key, value in node.value:
+        if isinstance(key.value, str) and key.value in keys:
+            raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice; remove one")
+        keys.add(str(key.value))
+        children += [key, value]
+    return children
 
 
 def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None = None) -> str | None:
@@ -130,22 +130,27 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
             raise ConfigError(f"{label}: the file is empty")
         return TOOLS[from_option.lower()]
     tools_by_key = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
-    keys_by_tool = _keys_of_single_tools(tools_by_key)
+    keys_by_tool = _unique_keys(tools_by_key)
     if len(keys_by_tool) > 1:
         keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(keys_by_tool.items()))
         raise ConfigError(f"{label} mixes keys of several tools: {keys}", "Remove those of all tools but one.")
-    if not keys_by_tool:
-        if "model_name_or_path" in values:
-            raise ConfigError(
-                f"{label}: model_name_or_path is a key of LLaMA-Factory and TRL, and no other key decides which",
-                "Add --from llama-factory or --from trl.",
-            )
-        return None
-    (tool,) = keys_by_tool
-    only_in_packtool = {key for key, tools in tools_by_key.items() if not tools & {tool, TRANSFORMERS}} & OPTIONS.keys()
+    if keys_by_tool:
+        (tool,) = keys_by_tool
+        return None if _has_packtool_keys(tool, tools_by_key) else tool
+    if "model_name_or_path" in values:
+        raise ConfigError(
+            f"{label}: model_name_or_path is a key of LLaMA-Factory and TRL, and no other key decides which",
+            "Add --from llama-factory or --from trl.",
+        )
+    return None
+
+
+def _has_packtool_keys(tool: str, tools_by_key: Mapping[str, set[str]]) -> bool:
+    """Return whether a key is an option of packtool that ``tool`` does not have."""
+    keys_of_tool = {key for key, tools in tools_by_key.items() if tools & {tool, TRANSFORMERS}}
     if tool == "axolotl":
-        only_in_packtool.discard("strict")  # which means something else in axolotl
-    return None if only_in_packtool else tool
+        keys_of_tool.add("strict")  # with another meaning
+    return any(key in OPTIONS and key not in keys_of_tool for key in tools_by_key)
 
 
 def read_file(path: str, from_option: str | None, label: str) -> ForeignConfig:
@@ -156,7 +161,7 @@ def read_file(path: str, from_option: str | None, label: str) -> ForeignConfig:
     return ForeignConfig(tool or "", values, command, label=label)
 
 
-def _keys_of_single_tools(tools_by_key: Mapping[str, set[str]]) -> dict[str, list[str]]:
+def _unique_keys(tools_by_key: Mapping[str, set[str]]) -> dict[str, list[str]]:
     """Return, by tool, the keys that only this tool has: neither another one, nor transformers, nor packtool."""
     keys_by_tool: dict[str, list[str]] = {}
     for key, tools in tools_by_key.items():
@@ -220,11 +225,7 @@ def _split_options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]
 
 
 def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
-    """Return the values that options and configuration files on a command line give.
-
-    ``FILE`` and ``NAME=VALUE`` come before the first option. A value is a text, a list of texts if several words follow
-    a name, and True if none follows. Options take precedence over files, and later files over earlier ones.
-    """
+    """Return the values of files, and of ``NAME=VALUE`` words and options, which take precedence over files."""
     first_words, words_by_option = _split_options(words)
     paths: list[str] = []
     values: dict[str, Any] = {}
@@ -233,12 +234,13 @@ def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
         if word.endswith((".yaml", ".yml", ".json")):
             paths.append(word)
         elif equals:
-            values[name.lstrip("+")] = parse_yaml(text)  # +NAME=VALUE is the same
+            values[name.lstrip("+")] = parse_yaml(text)  # +NAME=VALUE means the same
         else:
             raise ConfigError(f"unexpected word {word!r} in the command line of {tool}")
     paths += words_by_option.pop("config", [])
     for option, items in words_by_option.items():
-        values[option] = items if len(items) > 1 else next(iter(items), True)
+        single_value = items[0] if items else True
+        values[option] = items if len(items) > 1 else single_value
     in_files: dict[str, Any] = {}
     for path in paths:
         in_files |= load_config_file(path)

@@ -17,14 +17,11 @@ from packtool.translate.read import FIELDS, ForeignConfig, load_config_file
 
 
 def translate(source: ForeignConfig, options: Iterable[str], command: str, environ: Mapping[str, str]) -> Translation:
-    """Translate a configuration into the ``options`` of ``packtool COMMAND``.
-
-    ``environ`` are the variables of this process, which say how many processes train.
-    """
+    """Translate a configuration into the ``options`` of ``packtool COMMAND``; ``environ`` is this process's."""
     translation = Translation(source)
-    values = dict(source.values)
+    values = dict(source.values)  # without the keys that are translated
     _translate_variables(translation)
-    _deepspeed(translation, values)
+    _replace_deepspeed_file(translation, values)
     variables = {**environ, **translation.environ}  # those in front of the command take precedence
     _BY_TOOL[source.tool](translation, values, variables)
     for name, value in values.items():
@@ -38,22 +35,27 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
 
 def _add_computed_defaults(translation: Translation) -> None:
     """Add defaults that depend on the values of other options."""
-    if translation.source.tool == "LLaMA-Factory" and is_true(translation.get("packing")):
+    tool = translation.source.tool
+    if tool == "LLaMA-Factory" and is_true(translation.get("packing")):
         length = int(translation.number("cutoff_len", translation.get("max_length"), 2048))
         translation.values["max_length"] = length - 1
         translation.origins["max_length"] = "cutoff_len, less 1 with packing as in LLaMA-Factory"
-    if translation.source.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
+    if tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
         rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
         translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
-    # Some templates make the newline after ``<|im_end|>`` a target. A cache has its own targets.
+    if tool in ("ms-swift", "LLaMA-Factory") and not translation.get("cached_dataset"):  # caches have their targets
+        _train_newlines(translation)
+
+
+def _train_newlines(translation: Translation) -> None:
+    """Make the newlines after answers targets, as some templates of ms-swift and LLaMA-Factory do."""
     scale = as_text(translation.get("loss_scale") or "default")
-    trains_everything = "all" in scale.split("+")
-    trains_newlines = translation.source.tool in ("ms-swift", "LLaMA-Factory") and not translation.get("cached_dataset")
-    if trains_newlines and not trains_everything:
-        scale_origin = translation.origins.pop("loss_scale", None)
-        origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
-        translation.values.pop("loss_scale", None)
-        translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
+    if "all" in scale.split("+"):
+        return
+    scale_origin = translation.origins.pop("loss_scale", None)
+    origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
+    translation.values.pop("loss_scale", None)
+    translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
 
 
 def _translate_variables(translation: Translation) -> None:
@@ -79,13 +81,12 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
             "swift export without --to_cached_dataset true writes no cache",
             "packtool merge merges adapters; quantization, uploads and conversions need other tools.",
         )
-    # DATASET#1000 are the first 1000 rows with streaming (DATASET#first1000 in packtool), and drawn rows without.
+    # With streaming, DATASET#1000 means the first 1000 rows, else 1000 random rows, as in packtool.
     datasets = split_list(values.get("dataset") or [])
     if is_true(values.get("streaming")) and any(re.search(r"#\d+$", dataset) for dataset in datasets):
         values["dataset"] = [re.sub(r"#(\d+)$", r"#first\1", dataset) for dataset in datasets]
-        translation.omitted.append(
-            ("streaming", "it only reads the first rows (#); they are tokenized before training")
-        )
+        reason = "it only reads the first rows (#); they are tokenized before training"
+        translation.omitted.append(("streaming", reason))
         del values["streaming"]
     if values.get("cached_dataset"):  # paths of folders for each split
         paths = split_list(values.pop("cached_dataset"))
@@ -95,21 +96,19 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
 
 
 def _ms_swift_batches(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Keep ms-swift's number of samples per step.
-
-    It is at least 16 by default. Under sequence parallelism packtool needs packs, and ``samples_per_step`` sets it.
-    """
+    """Keep ms-swift's number of samples per step, which is at least 16 by default."""
 
     def count(name: str, default: int) -> int:
         return max(1, int(translation.number(name, values.get(name), default)))
 
     sizes = [environ.get(name, "") for name in ("NPROC_PER_NODE", "NNODES")]
-    num_processes = math.prod(int(size) for size in sizes if size.isdigit() and int(size))
+    num_processes = math.prod(max(int(size), 1) for size in sizes if size.isdigit())
     batch_size = count("per_device_train_batch_size", 1)
     default_steps = math.ceil(16 / batch_size / num_processes)
     accumulation_steps = count("gradient_accumulation_steps", default_steps)
     sequence_parallel_size = count("sequence_parallel_size", 1)
     if sequence_parallel_size > 1 and not is_true(values.get("packing")):
+        # packtool needs packs here; ``samples_per_step`` keeps the size of a step.
         for name in ("packing", "per_device_train_batch_size", "gradient_accumulation_steps"):
             values.pop(name, None)
         origin = "per_device_train_batch_size x gradient_accumulation_steps x processes / sequence_parallel_size"
@@ -118,7 +117,7 @@ def _ms_swift_batches(translation: Translation, values: dict[str, Any], environ:
         translation.set("packing", True, "sequence_parallel_size")
     elif values.get("gradient_accumulation_steps") is None:
         origin = f"16 samples or packs per step, over {num_processes} processes"
-        translation.default("gradient_accumulation_steps", accumulation_steps, origin)
+        translation.default("gradient_accumulation_steps", default_steps, origin)
 
 
 def _llama_factory(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -136,35 +135,35 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
 
 
 _QWEN_MODELS = re.compile(r"qwen(2|2_5|3)_(vl|omni)|qwen3_[56]")
-# LLaMA-Factory's keys of the pixels of a picture, and of a frame; packtool's options; LLaMA-Factory's defaults.
+# LLaMA-Factory's keys are KIND_BOUND_pixels; the other columns are packtool's option and LLaMA-Factory's default.
 _PIXEL_LIMITS = (
-    ("image_min_pixels", "min_pixels", 32 * 32),
-    ("image_max_pixels", "max_pixels", 768 * 768),
-    ("video_min_pixels", "video_min_pixels", 16 * 16),
-    ("video_max_pixels", "video_max_pixels", 256 * 256),
+    ("image", "min", "min_pixels", 32 * 32),
+    ("image", "max", "max_pixels", 768 * 768),
+    ("video", "min", "video_min_pixels", 16 * 16),
+    ("video", "max", "video_max_pixels", 256 * 256),
 )
 
 
 def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate LLaMA-Factory's limits of pixels, given or default, for Qwen's models, and remove their keys.
+    """Translate LLaMA-Factory's limits of pixels for Qwen's models, given or default, and remove their keys.
 
-    LLaMA-Factory resizes a picture to its limits, then the model's processor resizes the result to its own limits.
-    packtool resizes once, so LLaMA-Factory's limits are moved into the range of the processor's.
+    It resizes media twice: to its limits, then to the processor's. packtool resizes once, so limits are clamped.
     """
     template = str(values.get("template") or translation.source.model_config.get("model_type"))
     if not _QWEN_MODELS.match(template) or not translation.get("dataset"):
         return
-    for name, option, default in _PIXEL_LIMITS:
-        low, high = _processor_bounds(translation.source.model_directory, name.split("_")[0], template)
+    for kind, bound, option, default in _PIXEL_LIMITS:
+        name = f"{kind}_{bound}_pixels"
+        low, high = _processor_bounds(translation.source.model_directory, kind, template)
         value = values.pop(name, None)
         pixels = min(max(int(translation.number(name, value, default)), low), high)
-        if pixels == low and "min" in name:  # the processor's own minimum needs no option
-            if value is not None:
-                translation.omitted.append((name, "the model's processor enlarges to its own minimum, which is larger"))
-        elif value is None:
+        needs_option = bound == "max" or pixels > low
+        if needs_option and value is None:
             translation.default(option, pixels, name)
-        else:
+        elif needs_option:
             translation.set(option, pixels, name)
+        elif value is not None:
+            translation.omitted.append((name, "the model's processor enlarges to its own minimum, which is larger"))
     translation.default("fps_min_frames", 2, "an even number of frames")
     if values.get("video_maxlen") is None:
         translation.default("fps_max_frames", 128, "video_maxlen")
@@ -289,10 +288,7 @@ def _axolotl_datasets(translation: Translation, name: str, value: Any) -> None:
 
 
 def _renamed_columns(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return values of ``--columns``, such as ``text=body``, for the columns of data sets that are renamed.
-
-    A column is listed if any data set has an unusual name for it, and then with all of its names.
-    """
+    """Return values of ``--columns``, such as ``text=body``: all names of each column that any data set renames."""
     names_by_column: dict[str, set[str]] = {}
     for entry in entries:
         for key in _COLUMNS.keys() & entry.keys():
@@ -376,16 +372,18 @@ def _trl_rows(path: Any, subset: Any, split: Any) -> list[str]:
     return files or ([name] if split == "train" else [])
 
 
-def _deepspeed(translation: Translation, values: dict[str, Any]) -> None:
-    """Replace the path of a missing DeepSpeed file by the stage that its name says, as in ``ds_z3_config.json``."""
+def _replace_deepspeed_file(translation: Translation, values: dict[str, Any]) -> None:
+    """Replace the path of a missing DeepSpeed file by the stage in its name, as in ``ds_z3_config.json``."""
     path = values.get("deepspeed")
-    if isinstance(path, str) and path.endswith(".json") and not os.path.exists(path):
-        name = os.path.basename(path)
-        if match := re.search(r"z(?:ero)?_?([0-3])", name):
-            is_offloaded = "offload" in name and match[1] in "23"
-            del values["deepspeed"]
-            stage = f"zero{match[1]}" + ("_offload" if is_offloaded else "")
-            translation.set("deepspeed", stage, f"deepspeed: {name}, which is not on this machine")
+    if not isinstance(path, str) or not path.endswith(".json") or os.path.exists(path):
+        return
+    name = os.path.basename(path)
+    match = re.search(r"z(?:ero)?_?([0-3])", name)
+    if match:
+        is_offloaded = "offload" in name and match[1] in "23"
+        del values["deepspeed"]
+        stage = f"zero{match[1]}" + ("_offload" if is_offloaded else "")
+        translation.set("deepspeed", stage, f"deepspeed: {name}, which is not on this machine")
 
 
 _BY_TOOL: dict[str, Callable[[Translation, dict[str, Any], Mapping[str, str]], None]] = {

@@ -19,7 +19,7 @@ from packtool.config.data import set_kwargs, template_kwargs_problem
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, listed
-from packtool.rows.forms.media import InlineMedia, LoneMark, lone_mark, media_of, with_marks
+from packtool.rows.forms.media import InlineMedia, LoneMark, media_of, missing_kind, with_marks
 from packtool.rows.forms.messages import ALPACA, MESSAGES, QUERY, TEXT, RowForm, responses_of
 from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.prepared import PREPARED, TOKENS
@@ -76,37 +76,36 @@ def _detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None, wh
     return form.name, tuple(sorted(columns.columns.items()))
 
 
-def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
+def _named_columns(named: Pairs, file_columns: Sequence[str], where: str) -> dict[str, str]:
     """Check the columns that the user named, and return the file's names by packtool's names; "" disables a column.
 
-    ``named`` has (packtool's name, the file's name) or the reverse; ``keys`` are the file's columns. Of several columns
-    with the same name of packtool's, the first one that the file has is returned.
+    ``named`` has (packtool's name, the file's name) or the reverse. If it has a name of packtool's several times, the
+    first column that the file has is used.
     """
     columns: dict[str, str] = {}
-    pairs = [_in_order(pair, keys) for pair in named]
+    pairs = [_in_order(pair, file_columns) for pair in named]
     for name, column in pairs:
         if name not in NAMES:
             message = f"--columns {name}={column}: unknown column name {name!r}{did_you_mean(name, NAMES)}"
             raise DataError(message, f"Known names are {', '.join(NAMES)}.")
-        if column and column not in keys:
-            has_other = any(other_name == name and other in keys for other_name, other in pairs)
-            if has_other:
-                continue
+        alternatives = [other for other_name, other in pairs if other_name == name]
+        if column == "" or column in file_columns:
+            columns.setdefault(name, column)
+        elif not any(other in file_columns for other in alternatives):
             raise DataError(
                 f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
-                f"{did_you_mean(column, keys)}; its columns are: {listed(keys)}",
+                f"{did_you_mean(column, file_columns)}; its columns are: {listed(file_columns)}",
                 "Name a column that the file has. If the datasets have different columns, name them for each dataset "
                 "in a --dataset-info file.",
             )
-        columns.setdefault(name, column)
     return columns
 
 
-def _in_order(pair: tuple[str, str], keys: Sequence[str]) -> tuple[str, str]:
+def _in_order(pair: tuple[str, str], file_columns: Sequence[str]) -> tuple[str, str]:
     """Return (packtool's name, the file's name) from a pair that may be in the reverse order, as in ms-swift."""
     name, column = pair
-    is_in_order = name in NAMES and column in keys
-    is_reversed = column in NAMES and (name in keys or name not in NAMES)
+    is_in_order = name in NAMES and column in file_columns
+    is_reversed = column in NAMES and (name in file_columns or name not in NAMES)
     return (column, name) if is_reversed and not is_in_order else (name, column)
 
 
@@ -117,24 +116,26 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         form_name, columns = _form_of_row(row, source)
     form = FORMS[form_name]
     fields = Fields(row, columns)
-    inline = InlineMedia(source)  # reading a message adds its media
+    inline = InlineMedia(source)  # the media of messages, added as these are read
     content = formatted_prompt(form, fields, inline, source.prompt_format)
     if content is None:
         content = form.read(fields, inline)
     common: dict[str, Any] = {"source": source.label, "row": number, "loss_scale": source.loss_scale}
     if isinstance(content, PreparedTokens):
         return _tokenized_sample(content, fields, inline, common)
-    tools = _tools(fields)
-    common["tools"] = tools
+    common["tools"] = _tools(fields)
     if isinstance(content, Segments):
         common["control"] = content.control
         common["ends_text"] = content.ends_text
         return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
-    has_context = tools is not None or fields.get("system") is not None
-    # ms-swift writes a pretraining text as a single assistant turn.
-    is_single_answer = len(content) == 1 and content[0].role == "assistant" and not content[0].extra
-    is_text = form is TEXT or (is_single_answer and not has_context)
+    has_context = common["tools"] is not None or fields.get("system") is not None
+    is_text = form is TEXT or (_is_single_answer(content) and not has_context)
     return _sample_of_turns(content, fields, inline, common, is_text=is_text)
+
+
+def _is_single_answer(turns: Sequence[Turn]) -> bool:
+    """Return whether turns are a single text of the assistant, as ms-swift writes pretraining texts."""
+    return len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
 
 
 def _form_of_row(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:
@@ -166,8 +167,7 @@ def _sample_of_turns(
 ) -> Sample:
     """Return a conversation or a text with its media; ``common``: fields of ``Sample`` that all forms have.
 
-    ``is_text``: without a chat template, as for pretraining texts and segments. Marks are placeholders of media in the
-    texts; missing ones are added, and one without a medium is noted.
+    ``is_text``: the turns need no chat template, as a pretraining text or segments (texts tokenized one by one).
     """
     source = inline.source
     responses: tuple[Response, ...] = ()
@@ -176,8 +176,9 @@ def _sample_of_turns(
         responses = responses_of(fields, turns, source)
     media = media_of(fields, inline)
     turns, num_marks_added = with_marks(turns, media)
+    questions = [] if is_text else [turn.content for turn in turns if turn.role == "user"]
+    missing = missing_kind(turns, questions, media, fields, file_holds_media=source.holds_media)
     channel = fields.get("channel")
-    unmatched_mark = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
     all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
     return Sample(
         turns=tuple(turns),
@@ -187,7 +188,7 @@ def _sample_of_turns(
         videos=media["video"],
         audios=media["audio"],
         is_text=is_text,
-        lone_mark=unmatched_mark,
+        lone_mark=missing,
         responses=responses,
         objects=objects_of(fields, all_turns, len(media["image"])),
         chat_template_kwargs={} if is_text else _template_kwargs(fields),
@@ -196,7 +197,7 @@ def _sample_of_turns(
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Raise DataError, with the option to pass, if a file seems to have its media in a column with an unknown name.
+    """Raise DataError, which names the option to add, if a file seems to have its media in a column of unknown name.
 
     That is so if none of its first rows can be used, and all rows that lack media seem to have them in one column.
     """
@@ -210,7 +211,7 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
         except RowProblem:
             pass  # the row is dropped later
         except BaseException as error:
-            unexpected_drop(source.label, number, error)  # raises the error unless the row may be its cause
+            unexpected_drop(source.label, number, error)  # raises it again unless the row may be its cause
     suspected_columns = {problem.column for problem in lone_marks}  # "" for a row without one
     if len(suspected_columns) == 1 and "" not in suspected_columns:
         kind, column = lone_marks[0].kind, lone_marks[0].column
@@ -223,10 +224,9 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
 
 
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """Return the turns, with a system prompt in front if they have none.
+    """Return the turns, with a system prompt in front if they have none: the column ``system``, or else ``--system``.
 
-    The prompt is the row's column ``system``, or else ``--system``. RowProblem unless the first turn after a system
-    prompt is the user's; the chat template checks the order of later turns.
+    RowProblem unless the first turn (of roles other than system) is the user's.
     """
     roles = [turn.role for turn in turns if turn.role != "system"]
     if not roles:

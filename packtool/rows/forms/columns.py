@@ -187,21 +187,24 @@ class Columns:
         return name in self._keys
 
     def find(self, name: str, as_name: str | None = None) -> str | None:
-        """Find the file's column with the values of ``name``: the one that the user named, or one with a usual name.
+        """Return the file's column for ``name``, and add it to ``columns``; None if there is none.
 
-        The form reads these values as its column ``as_name`` (by default ``name``), so the file's column is stored in
-        ``columns`` under ``as_name``. A column that the user named ``as_name`` comes before usual names of ``name``.
-        Return the file's column, None if there is none. DataError if several columns have usual names of ``name``.
+        It is the column that the user named, or one with a usual name. It is added under ``as_name``, by which the form
+        reads it (by default ``name``), unless the user named another column for that.
         """
         stored_name = as_name or name
         if name in self.columns:
             self.columns[stored_name] = self.columns[name]
         elif stored_name not in self.columns:
-            candidates = self._candidates(name)
-            has_own_name = name in self._keys  # then it is the first candidate
-            if len(candidates) > 1 and not has_own_name:
-                message = f"{self._where}: several columns could be the {name}: {', '.join(candidates)}"
-                raise DataError(message, f"Choose one, for example --columns {name}={candidates[0]}")
-            if candidates:
-                self.columns[stored_name] = candidates[0]
+            column = self._usual_column(name)
+            if column is not None:
+                self.columns[stored_name] = column
         return self.columns.get(stored_name)
+
+    def _usual_column(self, name: str) -> str | None:
+        """Return the file's column with a usual name of ``name``; DataError if there are several, none named so."""
+        candidates = self._candidates(name)
+        if len(candidates) > 1 and name not in self._keys:
+            message = f"{self._where}: several columns could be the {name}: {', '.join(candidates)}"
+            raise DataError(message, f"Choose one, for example --columns {name}={candidates[0]}")
+        return candidates[0] if candidates else None

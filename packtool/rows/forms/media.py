@@ -131,18 +131,12 @@ def _with_limits_and_clip(kind: str, name: str, value: Mapping[str, Any], ref: M
 
 
 def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
-    """Read the medium in an object, with its frame times but without its limits and clip; ``name`` is for messages."""
-    content = value.get("bytes")
-    if isinstance(content, str):
-        return MediaRef(path=None, data=_decoded(name, content))
+    """Read the medium in an object, but not its limits and clip; ``name`` is for messages."""
+    content = _embedded_content(name, value)
     if content is not None:
-        if not _is_bytes(content):
-            raise RowProblem("invalid_media", f"{name} has a {type(content).__name__} as 'bytes'")
-        return MediaRef(path=None, data=bytes(content))
-    text = value.get("data")
-    if isinstance(text, str):
-        is_base64 = ":" not in text  # a data URI or a URL has a colon
-        return MediaRef(path=None, data=_decoded(name, text)) if is_base64 else _ref_from_text(name, text, source)
+        return MediaRef(path=None, data=content)
+    if isinstance(value.get("data"), str):  # a data URI or a URL
+        return _ref_from_text(name, value["data"], source)
     content_keys = (*_MEDIUM_KEYS, kind, f"{kind}_url", "frames")
     inner_value = next((value[key] for key in content_keys if value.get(key)), None)
     if inner_value is None:
@@ -151,15 +145,34 @@ def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Sou
     return _with_frame_times(kind, name, value, ref)
 
 
+def _embedded_content(name: str, value: Mapping[str, Any]) -> bytes | None:
+    """Return the bytes in an object: ``bytes``, perhaps as base64, or ``data`` as base64; None if it has neither."""
+    content = value.get("bytes")
+    if isinstance(content, str):
+        return _decoded(name, content)
+    if content is not None:
+        if not _is_bytes(content):
+            raise RowProblem("invalid_media", f"{name} has a {type(content).__name__} as 'bytes'")
+        return bytes(content)
+    text = value.get("data")
+    if isinstance(text, str) and ":" not in text:  # base64, for a data URI or a URL has a colon
+        return _decoded(name, text)
+    return None
+
+
 def _with_frame_times(kind: str, name: str, value: Mapping[str, Any], ref: MediaRef) -> MediaRef:
     """Return a medium with the times of its frames, or their rate, if its object ``value`` has them."""
     milliseconds = _milliseconds(name, value, ref) if kind == "video" else ()
     if milliseconds:
         return replace(ref, milliseconds=milliseconds)
-    fps = value.get("fps", value.get("sample_fps"))
+    fps = _fps(value)
     if fps is None or not ref.frames:
         return ref
     return replace(ref, fps=_frame_rate(name, fps, "invalid_media"))
+
+
+def _fps(value: Mapping[str, Any]) -> Any:
+    return value.get("fps", value.get("sample_fps"))  # qwen-vl-utils has both names
 
 
 def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[int, ...]:
@@ -167,16 +180,16 @@ def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[i
 
     ``value`` is the object of the video ``ref``; ``name`` is for messages.
     """
-    # Packtool's caches and packs store such a video as one of 1,000 frames per second: its indexes are milliseconds.
+    # Caches store times of listed frames as indexes at 1,000 frames per second, which are milliseconds.
     if is_measured(value) and value.get("fps") == _MILLISECONDS_PER_SECOND:
         times, factor = value.get("indices"), 1
     else:
         times, factor = value.get("seconds"), _MILLISECONDS_PER_SECOND
-        has_rate = value.get("fps", value.get("sample_fps")) is not None
-        if times is not None and has_rate:
+        if times is not None and _fps(value) is not None:
             raise RowProblem("invalid_seconds", f"{name} has both fps and seconds; give one of them")
-    is_length_of_file = not ref.frames and not is_list(times)
-    if times is None or is_length_of_file:
+    if times is None:
+        return ()
+    if not ref.frames and not is_list(times):  # a video file, whose length is ``seconds``
         return ()
     if not is_list(times) or len(times) != len(ref.frames):
         count = f"{len(times)} times" if is_list(times) else shown(times)
@@ -200,12 +213,9 @@ def _check_times(name: str, times: Sequence[Any], max_time: float) -> None:
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
-    """Return (name, value) of the size limits in a medium's object; ``name`` is for messages.
-
-    ``fps`` is the rate of the frames, not a limit, in a list of frames (``has_frames``) and in a measured video.
-    """
+    """Return (name, value) of the size limits in a medium's object; ``name`` is for messages."""
     unsupported_keys = UNSUPPORTED_LIMITS if kind == "video" else (*UNSUPPORTED_LIMITS, *CLIP_KEYS)
-    fps_is_limit = not has_frames and not is_measured(value)
+    fps_is_limit = not has_frames and not is_measured(value)  # else it is the rate of the frames
     for key in unsupported_keys:
         if value.get(key) is not None:
             supported = ", ".join(LIMITS[kind]) or "none"
@@ -233,7 +243,7 @@ def _size_limit(name: str, key: str, value: Any) -> float:
 
 
 def is_measured(value: Mapping[str, Any]) -> bool:
-    """Return whether the object of a medium has the sizes that packtool's caches and packs store."""
+    """Return whether the object of a medium has the sizes that export measured, as in packtool's caches and packs."""
     return "tokens" in value and ("grid" in value or "features" in value)
 
 
@@ -341,8 +351,8 @@ class LoneMark(RowProblem):
 def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
     """Add missing marks such as ``<image>``, one for each medium; return the turns and the number of added marks.
 
-    Added marks precede the text of the first user turn: videos, then audio, then images, as in ms-swift. RowProblem if
-    the texts have more marks of a kind than the row has media, unless it has none: then the marks may be plain text.
+    Added marks precede the text of the first user turn (or else of the first turn), as in ms-swift. RowProblem if the
+    texts have more marks of a kind than the row has media; without media of a kind, its marks may be plain text.
     """
     added_marks = ""
     num_added = 0
@@ -412,44 +422,38 @@ def _looks_like_media(value: Any, depth: int = 3) -> bool:
     return depth > 0 and isinstance(value, (list, tuple)) and any(_looks_like_media(v, depth - 1) for v in value[:8])
 
 
-def lone_mark(
+def missing_kind(
     turns: Sequence[Turn],
+    questions: Sequence[str],
     media: Mapping[MediaKind, Sequence[MediaRef]],
     fields: Fields,
     *,
-    is_text: bool,
-    holds_media: bool = True,
+    file_holds_media: bool,
 ) -> str:
-    """Return the first kind of media that a question has a mark for, such as ``<image>``, but the row lacks; or "".
+    """Return the first kind of media that a question refers to, as in ``<image>``, and the row lacks; "" for none.
 
-    If the model supports this kind, the caller drops the row; otherwise the mark is plain text.
-
-    Args:
-        is_text: the turns are a pretraining text or segments, which have no questions.
-        holds_media: whether a column of the row's file could contain media. If not, the row itself is checked: in a row
-            that could not contain media, marks are plain text.
-
-    Raises:
-        LoneMark: if the row has lost media, because their column is empty, or seems to have an unknown name.
+    LoneMark if the row seems to have lost them. If neither file nor row could hold media, all marks are plain text.
     """
     if not any("<" in turn.content for turn in turns):
-        return ""
-    lone_kinds: list[MediaKind] = []
+        return ""  # without marks
+    missing_kinds: list[MediaKind] = []
     for kind in MEDIA_KINDS:
         mark = MEDIA_MARKS[kind]
         num_marks = sum(turn.content.count(mark) for turn in turns)
-        if media[kind] or not num_marks or fields.is_disabled(f"{kind}s"):
+        is_plain_text = fields.is_disabled(f"{kind}s")
+        if num_marks == 0 or media[kind] or is_plain_text:
             continue
-        is_in_question = not is_text and any(turn.role == "user" and mark in turn.content for turn in turns)
+        is_in_question = any(mark in question for question in questions)
         _check_not_lost(fields, kind, num_marks, is_in_question=is_in_question)
         if is_in_question:
-            lone_kinds.append(kind)
-    may_lack_media = bool(lone_kinds) and (holds_media or could_hold_media(fields.row))
-    return lone_kinds[0] if may_lack_media else ""
+            missing_kinds.append(kind)
+    if missing_kinds and (file_holds_media or could_hold_media(fields.row)):
+        return missing_kinds[0]
+    return ""
 
 
 def _check_not_lost(fields: Fields, kind: str, num_marks: int, *, is_in_question: bool) -> None:
-    """Raise LoneMark if a row has marks of a kind but has lost the media; in answers, marks may be plain text."""
+    """Raise LoneMark if a row has marks of a kind, and its column for these media is empty or seems misnamed."""
     suspected_column = likely_column(fields.row, kind)  # "" for none
     usual_column = f"{kind}s"
     if fields.has(usual_column):

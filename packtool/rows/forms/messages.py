@@ -106,7 +106,7 @@ def _type_of(part: Mapping[str, Any]) -> str:
 
 
 def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
-    """Add a part of a message to its content, and a medium in it to ``inline``; ``label`` is the message, in errors."""
+    """Add a part of a message to its content, and a medium in it to ``inline``; ``label`` names it in errors."""
     if isinstance(part, str):
         content.text += part
         return
@@ -126,8 +126,7 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
         content.tool_calls.append(_call_of_tool_use(label, part))
     elif kind == "tool_result":
         result = _result_turn(label, part, inline)
-        if content.text:
-            # Results become turns before the text, so a result after text would change the order.
+        if content.text:  # its turn would come before this text
             raise RowProblem("invalid_content", f"{label} has a tool_result after text; it must come before the text")
         content.results.append(result)
     else:
@@ -213,7 +212,6 @@ _PAIR_KEYS = (
     ("assistant", ("assistant", "gpt", "bot", "output", "response", "answer")),
 )
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_ANSWER_KEYS = ("tool_calls", *_REASONING_KEYS)  # a message with one of these needs no text
 # Keys of a message that are passed to chat templates; others are ignored.
 _MESSAGE_KEYS = (*_REASONING_KEYS, "name", "tool_call_id")
 
@@ -249,23 +247,20 @@ def _tags_of(pairs: Pairs) -> _Tags:
 
 
 def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
-    """Return the turns of a list of messages, and add media in their contents to ``inline``.
-
-    Consecutive messages with tool calls become one turn, together with a text of the assistant before them.
-    """
+    """Return the turns of a list of messages, and add media in their contents to ``inline``."""
     if not is_list(messages) or not messages:
         problem = "is empty" if not messages else f"is a {type(messages).__name__}, not a list of messages"
         raise RowProblem("empty_conversation", f"'messages' {problem}")
     tags = _tags_of(inline.source.tags)
     turns: list[Turn] = []
-    is_after_call = False  # the message before was a tool call, whose turn is the last one
+    is_after_call = False
     for i, message in enumerate(messages):
-        plain_turn = _plain_turn(message, tags)
+        plain_turn = _plain_turn(message, tags)  # of most messages, and much faster
         if plain_turn is not None:
             turns.append(plain_turn)
             is_after_call = False
             continue
-        for label, single_message in _single_messages(f"message {i}", message, tags):
+        for label, single_message in _split_pair(f"message {i}", message, tags):
             role = _role_of(label, single_message, tags)
             if role == _CALL:
                 _add_call(turns, _call_turn(label, single_message, tags), is_after_call=is_after_call)
@@ -306,8 +301,8 @@ def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
     return None
 
 
-def _single_messages(label: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (name in error messages, message); several for a pair of question and answer in one object."""
+def _split_pair(label: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (label for errors, message): one, or several if the object is a pair of question and answer."""
     if isinstance(message, str):
         message = parse_cell(message, "invalid_row", f"{label} is text, but not JSON")
     if not isinstance(message, Mapping):
@@ -339,23 +334,26 @@ def _turns_of_message(
     value = _first_value(message, tags.content_keys)
     extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
     calls = _tool_calls(label, message)
-    if calls:
-        extra["tool_calls"] = calls
-    if value is None and any(key in extra for key in _ANSWER_KEYS):
+    if value is None and (calls or _has_reasoning(extra)):
         value = ""
     content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
-    if content.tool_calls:
-        extra["tool_calls"] = [*calls, *content.tool_calls]
+    all_calls = [*calls, *content.tool_calls]
+    if all_calls:
+        extra["tool_calls"] = all_calls
     if content.reasoning:
         extra.setdefault("reasoning_content", content.reasoning)
-    has_answer = content.text or any(key in extra for key in _ANSWER_KEYS)
-    if content.results and not has_answer:
+    has_only_results = not content.text and not all_calls and not _has_reasoning(extra)
+    if content.results and has_only_results:
         return content.results
     loss, loss_scale = _loss(label, message)
     train_flag = _train_flag_of_parts(label, content)
-    if train_flag is not None:
+    if train_flag is not None:  # overrides the message's own flag
         loss = train_flag
     return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
+
+
+def _has_reasoning(extra: Mapping[str, Any]) -> bool:
+    return any(key in extra for key in _REASONING_KEYS)
 
 
 def _train_flag_of_parts(label: str, content: Content) -> bool | None:

@@ -34,11 +34,9 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     value = fields.parsed("objects")
     row_unit = fields.get("bbox_type")
     if not value:
-        # Without objects, marks are plain text, unless the row has images or an empty column for objects.
-        if num_images or fields.has("objects"):
+        if num_images or fields.has("objects"):  # else marks are plain text
             _check_num_marks(fields, turns, Objects())
-        has_json_boxes = row_unit and _has_text_with(JSON_KEY, turns)
-        return Objects(unit=_unit(row_unit)) if has_json_boxes else None
+        return _unit_of_json_boxes(row_unit, turns)
     if isinstance(value, Mapping):
         objects = _read_object(value, num_images, row_unit)
     elif isinstance(value, Sequence) and not isinstance(value, str):
@@ -48,6 +46,13 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     _check_num_marks(fields, turns, objects)
     is_empty = objects == Objects()
     return None if is_empty else objects
+
+
+def _unit_of_json_boxes(row_unit: Any, turns: Sequence[Turn]) -> Objects | None:
+    """Return the unit of boxes that are written as JSON in the texts; None if there are none or it is not given."""
+    if not row_unit or not _has_text_with(JSON_KEY, turns):
+        return None
+    return Objects(unit=_unit(row_unit))
 
 
 def corners_of(value: Any, label: str, unit: BboxType) -> tuple[float, ...]:
@@ -69,7 +74,7 @@ def corners_of(value: Any, label: str, unit: BboxType) -> tuple[float, ...]:
 
 
 def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Objects:
-    """Read ms-swift's format, one object with lists; ``row_unit`` is the row's ``bbox_type``, for objects without."""
+    """Read ms-swift's format, one object with lists; ``row_unit`` is the default of its ``bbox_type``."""
     unit = _unit(value.get("bbox_type") or row_unit)
     names = _list_of(value, "ref")
     boxes = _list_of(value, "bbox")
@@ -78,24 +83,24 @@ def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Ob
         _check_name(name, f"'ref' {number} of 'objects'")
     for number, image_id in enumerate(image_ids):
         _check_image(image_id, f"'image_id' {number} of 'objects'", num_images)
-    if not boxes:
-        # The unit and the images are for boxes that are written as JSON in the texts.
+    if not boxes:  # unit and images apply to boxes that are written as JSON in the texts
         return Objects(tuple(names), unit=unit, images=tuple(image_ids))
     image_ids = image_ids or [0] * len(boxes)
     if len(image_ids) != len(boxes):
         detail = f"'objects' has {len(boxes)} bbox but {len(image_ids)} image_id; write one image_id for each bbox"
         raise RowProblem("invalid_objects", detail)
+    box_unit = unit or _DEFAULT_UNIT
     regions_by_mark = []
     for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True)):
         label = f"'bbox' {number} of 'objects'"
-        regions_by_mark.append(_regions_of_mark(box, label, image_id, unit or _DEFAULT_UNIT, num_images))
+        regions_by_mark.append(_regions_of_mark(box, label, image_id, box_unit, num_images))
     return Objects(tuple(names), tuple(regions_by_mark))
 
 
 def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
     """Read ms-swift's format before version 3: a list with an object for each name and its box.
 
-    If the turns have marks for names only, or for boxes only, the result has only these.
+    If the turns have placeholders for names only, or for boxes only, the result has only these.
     """
     names: list[str] = []
     regions_by_mark: list[tuple[Region, ...]] = []

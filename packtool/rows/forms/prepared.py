@@ -46,19 +46,21 @@ def _read_tokens(fields: Fields, _: InlineMedia) -> PreparedTokens:
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "'input_ids' is empty")
     mask = _column(fields, "attention_mask", len(ids), takes_bools=True)
-    kept = np.ones(len(ids), bool) if mask is None else _kept_by_mask(mask)
-    is_first, kept = _check_boundaries(_boundaries(fields, mask, kept), kept)
+    is_token = np.ones(len(ids), bool) if mask is None else _kept_by_mask(mask)
+    boundaries = _boundaries(fields, mask, is_token)
+    kept = _without_single_tokens(boundaries, is_token)
+    is_first = _check_boundaries(boundaries, kept)
     trained = _trained(fields, ids, is_first)
     weights = _weights(fields, len(ids))
-    starts = np.flatnonzero(_starts_sample(is_first, kept))
+    starts = np.flatnonzero(_starts_sample(is_first, kept))  # indexes into the kept tokens
     _check_padding(kept, starts)
-    kept_samples = np.cumsum(is_first)[kept][starts] - 1
+    sample_numbers = np.cumsum(is_first) - 1  # of each token of the row
     return PreparedTokens(
         ids=ids[kept],
         trained=None if trained is None else trained[kept],
         weights=None if weights is None else weights[kept],
         starts=starts,
-        channels=_channels(fields, kept_samples, num_samples=int(is_first.sum())),
+        channels=_channels(fields, sample_numbers[kept][starts], num_samples=int(is_first.sum())),
         measured=_measured_media(fields),
     )
 
@@ -98,20 +100,21 @@ def _check_padding(kept: _Bools, starts: _Ints) -> None:
 
 
 def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
-    """Return masks of the first token of each sample, bool (L,), by the names of the columns that determine them.
+    """Return the mask of the samples' first tokens, bool (L,), for each column that has boundaries, by its name.
 
-    The name is "" if the row is not a pack, but a single sample. ``mask`` is ``attention_mask``, int64 (L,), which may
-    number the samples of a pack; ``kept`` is true for tokens that are not padding, bool (L,).
+    A row without such a column is a single sample, with the name "". ``mask`` is ``attention_mask``, int64 (L,);
+    ``kept`` is true for tokens that are not padding, bool (L,).
     """
     length = len(kept)
     boundaries: dict[str, _Bools] = {}
     for name in ("seq_lengths", "cu_seqlens", "seq_start_id"):
         values = _column(fields, name, None)
         if values is not None and len(values):
-            boundaries[name] = np.isin(np.arange(length), _edges(name, values, length))
+            boundaries[name] = _mask_at(_sample_starts(name, values, length), length)
     kept_indices = np.flatnonzero(kept)
     if mask is not None and mask.max() > 1:  # the mask numbers the samples
-        is_new_number = np.diff(mask[kept], prepend=-1) != 0  # -1, so that the first token counts, too
+        no_sample = -1  # before the first token
+        is_new_number = np.diff(mask[kept], prepend=no_sample) != 0
         boundaries["attention_mask"] = _mask_at(kept_indices[is_new_number], length)
     restarts = _position_restarts(fields, kept_indices, length)
     if len(restarts) > 1:  # else the positions are those of a single sample
@@ -122,8 +125,8 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
     return boundaries
 
 
-def _edges(name: str, values: _Ints, length: int) -> _Ints:
-    """Return the starts of all samples, and the end of the last one, from the column ``name`` of a row of L tokens."""
+def _sample_starts(name: str, values: _Ints, length: int) -> _Ints:
+    """Return the first tokens of all samples from the column ``name`` of a row of L tokens."""
     edges = values
     if name == "seq_lengths":
         edges = np.cumsum([0, *values])
@@ -135,27 +138,28 @@ def _edges(name: str, values: _Ints, length: int) -> _Ints:
         if name == "seq_lengths":
             detail = f"the sum of {name!r} is {sum(values.tolist()):,}, but the row has {length:,} tokens"
         raise RowProblem("invalid_tokens", detail)
-    return edges
+    return edges[edges < length]
 
 
 def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Ints:
-    """Return the indexes of the tokens at which ``position_ids`` restart at 0, and that of the first kept token.
+    """Return the indexes of the first kept token, and of those at which ``position_ids`` restart at 0.
 
-    ``position_ids`` have 1, 3 or 4 axes: text; t, h, w; or text, t, h, w. Their shape is (L,) or (axes, L). Only the
-    tokens at ``kept_indices``, ascending, which are not padding, are considered. ``length`` is L.
+    ``kept_indices`` are those of the tokens that are not padding, ascending, at least one. ``position_ids`` have the
+    shape (L,) or (axes, L), with 1, 3 or 4 axes: text; t, h, w; or text, t, h, w.
     """
     value: Any = fields.parsed("position_ids")
     if value is None:
         return kept_indices[:1]
-    axes = np.atleast_2d(np.squeeze(_as_array(value)))  # some rows have further axes of size 1
-    if axes.dtype.kind not in "iuf" or axes.ndim != 2 or len(axes) not in (1, 3, 4) or axes.shape[1] != length:
+    positions = np.atleast_2d(np.squeeze(_as_array(value)))  # some rows have further axes of size 1
+    is_numbers = positions.dtype.kind in "iuf" and positions.ndim == 2
+    if not is_numbers or len(positions) not in (1, 3, 4) or positions.shape[1] != length:
         detail = f"'position_ids' is {shown(value)}, not one number for each of {length:,} tokens, or 3 or 4 such lists"
         raise RowProblem("invalid_tokens", detail)
-    axes = axes[:, kept_indices]
-    if len(axes) == 3:  # t, h, w: only the first token of a sample is 0 on all of them
-        is_restart = (axes == 0).all(0)
+    positions = positions[:, kept_indices]
+    if len(positions) == 3:  # t, h, w: only the first token of a sample is 0 on all of them
+        is_restart = (positions == 0).all(0)
     else:
-        text_positions = axes[0]
+        text_positions = positions[0]
         is_restart = text_positions == 0
         _check_steps_of_1(text_positions, is_restart, kept_indices)
     is_restart[0] = True  # the first sample may begin with other positions
@@ -178,13 +182,8 @@ def _mask_at(indices: _Ints, length: int) -> _Bools:
     return mask
 
 
-def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
-    """Check that the boundaries of all columns agree, and drop samples of a single token unless all are such.
-
-    ``boundaries`` are those that ``_boundaries`` returns; ``kept`` is true for tokens that are not padding, bool (L,).
-    Return the mask of first tokens, which may be padding, and ``kept`` without the tokens of dropped samples.
-    """
-    kept = _without_single_tokens(boundaries, kept)
+def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> _Bools:
+    """Check that the boundaries of all columns agree for the tokens to keep; return those of the first column."""
     (reference_name, is_first), *other_columns = boundaries.items()
     starts_sample = _starts_sample(is_first, kept)  # columns may count padding differently, so compare only kept tokens
     for name, is_first_by_other in other_columns:
@@ -193,7 +192,7 @@ def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_
             token = int(np.flatnonzero(kept)[differences[0]])
             detail = f"{reference_name!r} and {name!r} disagree on whether a sample begins at token {token:,}"
             raise RowProblem("unknown_boundaries", detail)
-    return is_first, kept
+    return is_first
 
 
 def _starts_sample(is_first: _Bools, kept: _Bools) -> _Bools:
@@ -241,8 +240,7 @@ def _channels(fields: Fields, kept_samples: _Ints, num_samples: int) -> tuple[st
 def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
     """Return the mask of targets, bool (L,): tokens that ``labels`` and all mask columns mark as targets.
 
-    None if the row has none of these columns, so every token is a target. ``ids`` are int64 (L,); ``is_first``, bool
-    (L,), is true for the first token of each sample.
+    None if the row has none of these columns. ``is_first``, bool (L,), is true for the first token of each sample.
     """
     length = len(ids)
     labels = _column(fields, "labels", length)

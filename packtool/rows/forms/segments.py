@@ -84,27 +84,25 @@ def formatted_prompt(
 ) -> Segments | None:
     """Return the question of a row, written in ``prompt_format``, and its answer; None if no format applies.
 
-    A row whose question is a list of messages is a conversation: it keeps the chat template, as in TRL. Media in the
-    texts are added to ``inline``. ``prompt_format`` has the formats of questions with an input and without one, a
-    single format for both, or none. The answer ends with the tokenizer's end-of-text token.
+    ``prompt_format`` has the formats of questions with an input and without one, a single format for both, or none.
+    Media in the texts are added to ``inline``.
     """
     if not prompt_format or form not in (ALPACA, QUERY):
         return None
     question_name, answer_name = ("instruction", "output") if form is ALPACA else ("query", "response")
     question = fields.raw(question_name)
     answer = fields.raw(answer_name)
-    if _is_conversation(question):
+    if _is_conversation(question):  # keeps the chat template, as in TRL
         return None
     if fields.get("history") is not None:
         raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
-    texts = {"instruction": content_of(f"{question_name!r}", question, inline).text}
-    # In the form of question and answer, a column named ``input`` is the question itself, not an input to it.
-    texts["input"] = "" if form is QUERY else _optional_text(fields, "input", inline)
+    texts = {"instruction": content_of(repr(question_name), question, inline).text, "input": ""}
+    if form is ALPACA:  # in the other form, a column named ``input`` is the question itself
+        texts["input"] = _optional_text(fields, "input", inline)
     texts["system"] = _optional_text(fields, "system", inline)
-    with_input, without_input = prompt_format[0], prompt_format[-1]
-    text_format = with_input if texts["input"] else without_input
+    text_format = prompt_format[0] if texts["input"] else prompt_format[-1]
     prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
-    turns = [Turn("user", prompt), Turn("assistant", content_of(f"{answer_name!r}", answer, inline).text)]
+    turns = [Turn("user", prompt), Turn("assistant", content_of(repr(answer_name), answer, inline).text)]
     return Segments(turns, control=frozenset(_CONTROL.findall(text_format)), ends_text=True)
 
 
@@ -114,4 +112,4 @@ def _is_conversation(question: Any) -> bool:
 
 def _optional_text(fields: Fields, name: str, inline: InlineMedia) -> str:
     value = fields.get(name)
-    return "" if value is None else content_of(f"{name!r}", value, inline).text
+    return "" if value is None else content_of(repr(name), value, inline).text
