@@ -21,7 +21,7 @@ import re
 import resource
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -216,6 +216,10 @@ class Assignment(NamedTuple):
     gradient_accumulation_steps: int
     batch_size: int
 
+    @classmethod
+    def of(cls, first_step: int, batch_shape: BatchShape) -> Assignment:
+        return cls(first_step, *batch_shape)
+
     @property
     def batch_shape(self) -> BatchShape:
         return BatchShape(self.world_size, self.gradient_accumulation_steps, self.batch_size)
@@ -278,7 +282,7 @@ class RunState:
     @property
     def all_assignments(self) -> tuple[Assignment, ...]:
         """``assignments``, including a single one from step 0."""
-        return self.assignments or (Assignment(0, *self.batch_shape),)
+        return self.assignments or (Assignment.of(0, self.batch_shape),)
 
     def with_assignments(self, assignments: tuple[Assignment, ...], data_since: int) -> RunState:
         """This state with ``all_assignments`` since step ``data_since``, where the data last changed."""
@@ -289,45 +293,48 @@ class RunState:
         """Return whether packs must be assigned to ranks again, because the ``saved`` run had another number."""
         return not self.streaming and self.world_size != saved.world_size
 
+    def has_same_data(self, saved: RunState) -> bool:
+        """Return whether the caches and the packs of the first epoch are those of the ``saved`` run."""
+        return self.cache == saved.cache and self.plan == saved.plan
+
     def check_continues(
         self,
         checkpoint: str,
         saved: RunState,
         *,
         data_may_change: bool = False,
-        cache_differences: Callable[[], Sequence[str]] = tuple,
+        cache_differences: Sequence[str] = (),
     ) -> None:
         """Raise a MismatchError with every difference if a run with this state cannot resume from a checkpoint.
-
-        With another world size, packs must be the same; steps may differ, because packs are assigned again.
 
         Args:
             checkpoint: its name in the error.
             saved: the state in the checkpoint.
             data_may_change: fields that follow from the caches may differ (``FROM_DATA``).
-            cache_differences: returns a line for each difference of the caches, for the error.
+            cache_differences: a line for each difference of the caches, for the error.
         """
         different = self._different_fields(saved, data_may_change=data_may_change)
         if not different:
             return
         # The fingerprints "plan" and "steps" follow from the other fields, which explain the difference better.
         causes = [name for name in different if name not in ("plan", "steps")]
-        shown_names = causes or different
-        lines = []
-        for name in shown_names:
-            old, new = getattr(saved, name), getattr(self, name)
-            lines.append(f"  - {name}: {_or_none(old)} in the checkpoint, {_or_none(new)} now")
+        lines = [self._difference_line(name, saved) for name in causes or different]
         if not causes:
             lines.append(
                 "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
                 "cache); with stages, also on --max-steps and --num-train-epochs"
             )
-        if "cache" in shown_names:
-            lines += [f"    {line}" for line in cache_differences()]
+        if "cache" in causes:
+            lines += [f"    {line}" for line in cache_differences]
         remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
-        if set(shown_names) <= FROM_DATA:
+        if FROM_DATA.issuperset(different):
             remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
         raise MismatchError("\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy)
+
+    def _difference_line(self, name: str, saved: RunState) -> str:
+        """Describe the difference of a field, for errors; an empty text is shown as "none"."""
+        old, new = getattr(saved, name), getattr(self, name)
+        return f"  - {name}: {'none' if old == '' else old} in the checkpoint, {'none' if new == '' else new} now"
 
     def _different_fields(self, saved: RunState, *, data_may_change: bool) -> list[str]:
         """Names of the fields that must be equal to resume from a ``saved`` state, and are not."""
@@ -341,11 +348,6 @@ class RunState:
         if "steps" not in different:  # other trained parts ("learning") matter only if they change the steps
             different = [name for name in different if name != "learning"]
         return different
-
-
-def _or_none(value: object) -> object:
-    """A value of a state for messages, where an empty text is shown as "none"."""
-    return "none" if value == "" else value
 
 
 def read_run_state(checkpoint: str) -> RunState:

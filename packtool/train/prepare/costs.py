@@ -38,6 +38,7 @@ from packtool.planning.cost import CostModel, ModelSizes, StepTime
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Costs
+from packtool.planning.steps import StepPlan
 from packtool.planning.towers import MediaShares, TowerWork
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.machine import Machine
@@ -52,21 +53,27 @@ MAX_PARAMETERS = 100_000_000
 def with_recomputing(config: TrainConfig, *, knows_memory: bool = False) -> TrainConfig:
     """Decide ``--gradient-checkpointing`` by the size of the model.
 
-    Recomputation takes about a third more time and saves nearly all activations, for which models of billions of
-    parameters have no memory. With ``auto``, only as many layers recompute as necessary; this needs a
-    ``--memory-budget``, or a device of known memory (``knows_memory``).
+    ``auto`` recomputes only as many layers as necessary. It needs a ``--memory-budget``, or a device of known memory
+    (``knows_memory``).
     """
     if config.gradient_checkpointing is not None:
         return config
-    decision: Any = "auto"
+    recomputes: Any = "auto"
     if config.memory_budget is None:
-        try:
-            num_parameters = ModelSizes.of_config(ModelFiles.load(config.model).config).num_parameters
-            is_large = num_parameters > MAX_PARAMETERS
-        except (KeyError, TypeError, ValueError):  # a configuration of unknown form, which need not be small
-            is_large = True
-        decision = "auto" if is_large and knows_memory else is_large
-    return dataclasses.replace(config, gradient_checkpointing=decision)
+        if not _is_large(config.model):
+            recomputes = False
+        elif not knows_memory:
+            recomputes = True
+    return dataclasses.replace(config, gradient_checkpointing=recomputes)
+
+
+def _is_large(model_directory: str) -> bool:
+    """Return whether a model has more than ``MAX_PARAMETERS``; True if its sizes are unknown."""
+    try:
+        num_parameters = ModelSizes.of_config(ModelFiles.load(model_directory).config).num_parameters
+    except (KeyError, TypeError, ValueError):
+        return True
+    return num_parameters > MAX_PARAMETERS
 
 
 def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
@@ -153,18 +160,15 @@ def with_costs(
     hardware: Hardware,
     sequence_parallel_type: SequenceParallelType = "auto",
 ) -> PlanOptions:
-    """Add a model's FLOPs to the options, and for Skrull the speed of devices and links.
-
-    The type ``auto`` is resolved by model and hardware alone, so that plans are the same on every machine.
-    """
+    """Add a model's FLOPs to the options; with ``--schedule skrull``, also the speed of devices and links."""
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
         return options
     num_ranks = options.skrull.sequence_parallel_size
     machine = Machine(
-        sizes=ModelSizes.or_8b(model),  # of an 8B model if those of the model are unknown
+        sizes=ModelSizes.or_8b(model),
         hardware=hardware,
-        world_size=num_ranks,
+        world_size=num_ranks,  # not that of the run, so that plans do not depend on it
         sequence_parallel_type=sequence_parallel_type,
     )
     skrull = dataclasses.replace(options.skrull, times=machine.step_time(num_ranks))
@@ -209,28 +213,27 @@ class ExpectedTime:
         index: SplitIndex,
         shares: MediaShares,
         shared: SharedPrefixes | None = None,
-        recomputed: Seconds | float | None = None,
+        recomputed: npt.NDArray[np.float64] | float | None = None,
     ) -> Seconds:
-        """Seconds of each step of an epoch, (S,).
+        """Seconds of each of the S steps of an epoch, (S,).
 
         Args:
             shares: assigns media to ranks that share a sequence.
             shared: prefixes that the plan computes once; None if it shares none.
-            recomputed: share of the layers that recompute in each micro-batch, (C,), with ``auto``.
+            recomputed: fraction of the layers that recompute, of each of the C micro-batches, (C,), or of all; None for
+                the setting of ``config``.
         """
-        steps = plan.steps
-        seconds = self._batch_seconds(config, plan, index, shares, shared)  # (C,)
+        batch_seconds = self._batch_seconds(config, plan, index, shares, shared)  # (C,)
         if recomputed is not None:
             without = dataclasses.replace(config, gradient_checkpointing=False)
-            kept_seconds = self._batch_seconds(without, plan, index, shares, shared)
-            seconds = recomputed * seconds + (1 - recomputed) * kept_seconds
+            seconds_without = self._batch_seconds(without, plan, index, shares, shared)
+            batch_seconds = recomputed * batch_seconds + (1 - recomputed) * seconds_without
         exchange = self.collectives(config)
         # A micro-batch takes no less than the exchange that overlaps with it.
-        rank_seconds = steps.rank_sums(np.maximum(seconds, exchange.per_micro_batch))  # (S, ranks)
-        # The backward pass of a rank's last micro-batch hides a part of the exchange once per step.
-        num_micro_batches = np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)  # of each rank, (S,)
-        hidden_seconds = _BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches
-        waiting_seconds = np.maximum(exchange.per_last_backward - hidden_seconds, 0.0)
+        batch_seconds = np.maximum(batch_seconds, exchange.per_micro_batch)
+        rank_seconds = plan.steps.rank_sums(batch_seconds)  # (S, ranks)
+        last_backward_seconds = _last_backward_seconds(plan.steps, rank_seconds)
+        waiting_seconds = np.maximum(exchange.per_last_backward - last_backward_seconds, 0.0)
         return np.asarray(rank_seconds.max(axis=1) + waiting_seconds + exchange.exposed)
 
     def _batch_seconds(
@@ -241,26 +244,24 @@ class ExpectedTime:
         shares: MediaShares,
         shared: SharedPrefixes | None,
     ) -> Seconds:
-        """Seconds of each of all C micro-batches of an epoch, (C,), without exchanges of weights."""
-        num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
+        """Seconds of each of the C micro-batches of an epoch, (C,), without exchanges of weights."""
         cost = RunCosts.of(config, self.model).with_recomputation
         times = self._step_time(config, cost)
-        sample_work, sample_attention_work, towers = _sample_work(times, cost, index, shared, num_sharing)
-        # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
-        total_flops = _batch_sums(plan, sample_work)
+        num_ranks = config.sequence_parallel_ranks  # that share a micro-batch
+        sample_flops, sample_attention_flops, towers = _sample_work(times, cost, index, shared, num_ranks)
+        total_flops = _batch_sums(plan, sample_flops)
         tower_flops = _batch_sums(plan, towers.flops.astype(np.float64))
-        language_flops = (total_flops - tower_flops) / num_sharing
-        slowest_tower_flops = tower_flops if num_sharing == 1 else _slowest_tower_flops(cost, shares)
-        fixed_flops = np.where(total_flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
-        computing_seconds = (language_flops + slowest_tower_flops + fixed_flops) / times.flops_per_second
-        attention_flops = _batch_sums(plan, sample_attention_work) / num_sharing
-        waiting_seconds = times.exposed_seconds(  # every sample is sharded, so attention is local to no rank
-            sharded_tokens=plan.steps.micro_batch_sums(plan.packs.tokens_per_pack()).astype(np.float64),
-            local_attention=np.zeros(len(total_flops)),
-            sharded_attention=attention_flops / times.flops_per_second,
-        )
-        gathering_seconds = self.gathering_seconds(config, plan)
-        return np.maximum(computing_seconds + waiting_seconds + gathering_seconds, times.launch_seconds)
+        slowest_tower_flops = tower_flops
+        if num_ranks > 1:
+            slowest_tower_flops = _slowest_tower_flops(cost, shares)
+        # The ranks divide the language model evenly, and wait for the slowest tower.
+        rank_flops = (total_flops - tower_flops) / num_ranks + slowest_tower_flops
+        rank_flops += np.where(total_flops > 0, times.batch_flops, 0.0)  # empty micro-batches cost nothing
+        seconds = rank_flops / times.flops_per_second
+        attention_flops = _batch_sums(plan, sample_attention_flops) / num_ranks
+        seconds += _exposed_exchange_seconds(times, plan, attention_flops)
+        seconds += self.gathering_seconds(config, plan)
+        return np.maximum(seconds, times.launch_seconds)  # no less than launching the kernels takes
 
     def gathering_seconds(self, config: TrainConfig, plan: EpochPlan) -> Seconds:
         """Seconds in which each micro-batch gathers the keys and values of shared prefixes, (C,).
@@ -318,18 +319,34 @@ class ExpectedTime:
         return num_layers * self.hardware.collective_seconds(num_bytes / num_layers, self.world_size)
 
 
-def _sample_work(
-    times: StepTime, cost: CostModel, index: SplitIndex, shared: SharedPrefixes | None, num_sharing: int
-) -> tuple[Costs, Costs, TowerWork]:
-    """Work of each sample and attention's part of it, (N,) each, by ``StepTime.work``, and the work of its media.
+def _last_backward_seconds(steps: StepPlan, rank_seconds: Seconds) -> Seconds:
+    """About the seconds of the backward pass of the fastest rank's last micro-batch in each step, (S,)."""
+    num_micro_batches = np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)  # of each rank, (S,)
+    return np.asarray(_BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches)
 
-    With shared prefixes, this is what a sample adds to its prefix.
+
+def _exposed_exchange_seconds(times: StepTime, plan: EpochPlan, attention_flops: Seconds) -> Seconds:
+    """Seconds of each micro-batch, (C,), that exchanges of keys and values take longer than attention on a rank."""
+    tokens = plan.steps.micro_batch_sums(plan.packs.tokens_per_pack()).astype(np.float64)
+    return times.exposed_seconds(
+        sharded_tokens=tokens,
+        local_attention=np.zeros(len(attention_flops)),  # none: every sample is divided among the ranks
+        sharded_attention=attention_flops / times.flops_per_second,
+    )
+
+
+def _sample_work(
+    times: StepTime, cost: CostModel, index: SplitIndex, shared: SharedPrefixes | None, num_ranks: int
+) -> tuple[Costs, Costs, TowerWork]:
+    """FLOPs of each sample, those of its attention, (N,) each, and those of its media.
+
+    FLOPs of slow kernels count more (``StepTime.work``). With shared prefixes, they are those that a sample adds.
     """
     if shared is None:
         sample_flops = sample_costs(cost, index, index.target_tokens)
-        return *times.work(index.length, sample_flops, num_sharing), tower_work(cost, index)
-    work, attention = times.work(index.length, shared.sample_costs(cost, index.target_tokens), num_sharing)
-    prefix_work, prefix_attention = times.work(shared.shared_tokens, np.zeros(1), num_sharing)
+        return *times.work(index.length, sample_flops, num_ranks), tower_work(cost, index)
+    work, attention = times.work(index.length, shared.sample_costs(cost, index.target_tokens), num_ranks)
+    prefix_work, prefix_attention = times.work(shared.shared_tokens, np.zeros(1), num_ranks)
     return work - prefix_work, attention - prefix_attention, shared.towers(cost, index.target_tokens)
 
 

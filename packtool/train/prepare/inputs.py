@@ -21,6 +21,7 @@ from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
+from packtool.planning.cost import CostModel
 from packtool.planning.epoch import (
     EpochPlan,
     assign_packs,
@@ -111,14 +112,12 @@ class Inputs:
         """Find shared prefixes and make the mixtures of a recipe; inputs of a file of lengths stay unchanged."""
         if self.reader is None:
             return self
-        assert self.options.cost is not None, "caches are planned with costs"
         shared = no_sharing_reason = None
         if self.saved_plan is not None:
             shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.reader)
         elif not self.plans_trees_per_epoch:
             shared, no_sharing_reason = self._find_shared_prefixes(self.reader)
-        cost = self.options.cost
-        towers = tower_work(cost, self.reader.index) if shared is None else shared.towers(cost, self.targets)
+        towers = tower_work(self.cost, self.reader.index) if shared is None else shared.towers(self.cost, self.targets)
         inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, towers=towers)
         if self.recipe is not None:
             max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
@@ -181,32 +180,13 @@ class Inputs:
         return shared, no_sharing_reason
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
-        """Reuse prefixes, mixtures and cached plans of ``planned`` if its plans are the same; else ``prepared``."""
-        # Compared are all options but these: each plan sets the number of ranks, and whether another maximum length
-        # changes the plan is tested by the samples that it leaves out.
-        comparable_options = dataclasses.replace(
-            self.options,
-            max_length=planned.options.max_length,
-            packing_length=planned.options.packing_length,
-            world_size=planned.options.world_size,
-        )
-        # ``packtool plan`` leaves out samples that are longer than a pack; in training they are an error.
-        is_left_out = (self.lengths > planned.options.max_length) & (self.lengths <= self.options.max_length)
-        has_stages = bool(planned.stages)  # which have their own lengths
-        has_same_plans = (
-            self.reader is not None
-            and planned.reader is not None
-            and self.reader.fingerprint == planned.reader.fingerprint
-            and comparable_options == planned.options
-            and self.recipe == planned.recipe
-            and np.array_equal(self.targets, planned.targets)
-            and (has_stages or not is_left_out.any())
-        )
-        if not has_same_plans:
+        """Reuse prefixes, mixtures and cached plans of ``planned``; or prepare new ones if its plans differ."""
+        if not self._has_plans_of(planned):
             return self.prepared()
+        options = planned.options if planned.stages else self.options  # stages have their own, as in ``with_mixture``
         return dataclasses.replace(
             self,
-            options=planned.options if has_stages else self.options,  # stages replace the options, see ``with_mixture``
+            options=options,
             towers=planned.towers,
             shared=planned.shared,
             no_sharing_reason=planned.no_sharing_reason,
@@ -215,11 +195,28 @@ class Inputs:
             plan_source=planned,
         )
 
-    def with_mixture(self, recipe: Recipe, max_length: int) -> Inputs:
-        """Add the mixture of a recipe, or the inputs of each of its stages; samples have at most ``max_length`` tokens.
+    def _has_plans_of(self, planned: Inputs) -> bool:
+        """Return whether ``planned`` plans the same steps, for any number of ranks."""
+        if self.reader is None or planned.reader is None or self.reader.fingerprint != planned.reader.fingerprint:
+            return False
+        if self.recipe != planned.recipe or not np.array_equal(self.targets, planned.targets):
+            return False
+        comparable_options = dataclasses.replace(
+            self.options,
+            max_length=planned.options.max_length,
+            packing_length=planned.options.packing_length,
+            world_size=planned.options.world_size,
+        )
+        if comparable_options != planned.options:
+            return False
+        if planned.stages:
+            return True  # each has its own lengths
+        # ``packtool plan`` leaves out samples that are longer than a pack; in training they are an error.
+        is_left_out = (self.lengths > planned.options.max_length) & (self.lengths <= self.options.max_length)
+        return not is_left_out.any()
 
-        With stages, ``options`` are those of the stage with the longest packs.
-        """
+    def with_mixture(self, recipe: Recipe, max_length: int) -> Inputs:
+        """Add the mixture of a recipe, or the inputs of each of its stages; these have samples up to ``max_length``."""
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := stage_problems(recipe, self.config):
@@ -229,22 +226,28 @@ class Inputs:
         for stage in recipe.stages:
             packing_length = stage.packing_length or self.options.packing_length
             max_stage_length = min(max_length, packing_length)
-            mixture = self._mixture_of(stage, max_stage_length)
-            mixtures.append(mixture)
-            size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
             options = dataclasses.replace(self.options, packing_length=packing_length, max_length=max_stage_length)
-            stages.append(dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size))
+            mixture = self._mixture_of(stage, max_stage_length)
+            num_ranks = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
+            mixtures.append(mixture)
+            stages.append(dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=num_ranks))
         longest_stage = max(stages, key=lambda stage: stage.options.packing_length)
         return dataclasses.replace(
             self, recipe=recipe, options=longest_stage.options, mixture=_joined_mixture(mixtures), stages=tuple(stages)
         )
 
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
+        """The mixture of a recipe, or of one of its stages, without samples longer than ``max_length``."""
         assert self.reader is not None, "recipes mix caches"
         index, offsets, seed = self.reader.index, self.reader.offsets, self.config.seed
         return make_mixture(
             recipe, offsets, index.length, index.media_tokens, self.targets, max_length=max_length, seed=seed
         )
+
+    @property
+    def cost(self) -> CostModel:
+        assert self.options.cost is not None, "caches are planned with costs"
+        return self.options.cost
 
     @property
     def for_training(self) -> TrainInputs:
@@ -282,6 +285,8 @@ class Inputs:
             return self.assign(packs, batch_shape)
         if self.mixture is not None:
             return self.plan_mixture(self.mixture, epoch, batch_shape, self._num_drawn_packs)
+        if self._drawn_prefixes is not None:
+            return self.assign(self._drawn_packs(epoch), batch_shape)
         return self._plan(epoch, batch_shape, self.shared, self.towers)
 
     def _drawn_packs(self, epoch: int, untrained: Int64Array | None = None) -> PackPlan:
@@ -323,12 +328,7 @@ class Inputs:
         towers: TowerWork | None,
         untrained: Int64Array | None = None,
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture, of the samples at ``untrained``, (M,), ascending; None for all.
-
-        ``shared`` are the prefixes of these samples; with them, a sample has only the media that it adds to its prefix.
-        """
-        if self._drawn_prefixes is not None:
-            return self.assign(self._drawn_packs(epoch, untrained), batch_shape)
+        """Plan all samples, or those at ``untrained``, (M,), ascending; ``shared`` and ``towers`` are of these."""
         return plan_epoch(
             self.lengths,
             self.targets,
@@ -356,26 +356,25 @@ class Inputs:
         samples = np.repeat(np.arange(len(self.lengths)), remaining_counts)
         if not (self.lengths[samples] <= self.options.max_length).any():
             return None
+        if self._drawn_prefixes is not None:
+            return self.assign(self._drawn_packs(change.epoch, samples), batch_shape)
         shared, towers = self.shared, self.towers
-        if shared is not None and not self.plans_trees_per_epoch:
-            assert self.options.cost is not None, "training knows costs"
+        if shared is not None:
             shared = dataclasses.replace(shared, trees=select_samples(shared.trees, remaining_counts > 0))
-            towers = shared.towers(self.options.cost, self.targets)
+            towers = shared.towers(self.cost, self.targets)
         return self._plan(change.epoch, batch_shape, shared, towers, samples)
 
     def assign(
         self, packs: PackPlan, batch_shape: BatchShape, *, keeps_steps: bool = False, num_packs: int | None = None
     ) -> EpochPlan:
-        """The plan that assigns given packs to steps and ranks; arguments are as for ``assign_packs``."""
-        media_tokens, towers = self.media_tokens, self.towers
-        trees = None if self.shared is None else self.shared.trees
-        if trees is not None and self.plans_trees_per_epoch:
-            shared_in_epoch = self.shared_in(packs)
-            assert shared_in_epoch is not None
-            assert self.options.cost is not None, "caches are planned with costs"
-            media_tokens = shared_in_epoch.media_tokens
-            towers = shared_in_epoch.towers(self.options.cost, self.targets)
-            trees = None  # the trees of ``shared`` are those of the first epoch
+        """Assign existing packs to steps and ranks; options are as for ``assign_packs``."""
+        media_tokens, towers, trees = self.media_tokens, self.towers, None
+        if self.shared is not None and self.plans_trees_per_epoch:
+            # ``self.shared`` has the trees of the first epoch, and these packs may have others.
+            shared = self.shared.in_packs(packs)
+            media_tokens, towers = shared.media_tokens, shared.towers(self.cost, self.targets)
+        elif self.shared is not None:
+            trees = self.shared.trees
         return assign_packs(
             packs,
             self.targets,
@@ -483,34 +482,35 @@ class Inputs:
 
     def epoch_to_resume(self, ledger: Ledger, batch_shape: BatchShape) -> EpochToResume:
         """Find the epoch in which a run with changed data resumes; ``ledger`` is that of the checkpoint."""
-        if not self.stages:
-            if ledger.stage is not None and self.config.max_steps is None:
-                raise MismatchError(
-                    "the run had stages and now has none, so the number of epochs left is unknown",
-                    "Set its end with --max-steps N, or keep stages in the recipe.",
-                )
-            return EpochToResume(
-                count_samples=lambda _, in_epoch: self.epoch_counts(ledger.epoch, in_epoch),
-                max_length=self.options.max_length,
-                stage=None,
+        if self.stages:
+            return self._stage_epoch_to_resume(ledger, batch_shape)
+        if ledger.stage is not None and self.config.max_steps is None:
+            raise MismatchError(
+                "the run had stages and now has none, so the number of epochs left is unknown",
+                "Set its end with --max-steps N, or keep stages in the recipe.",
             )
+
+        def count_samples(_before_epoch: Int64Array, in_epoch: Int64Array) -> Int64Array:
+            return self.epoch_counts(ledger.epoch, in_epoch)
+
+        return EpochToResume(count_samples, self.options.max_length, stage=None)
+
+    def _stage_epoch_to_resume(self, ledger: Ledger, batch_shape: BatchShape) -> EpochToResume:
+        """The epoch in which a run with stages resumes, as ``epoch_to_resume``."""
         number = self._stage_at(ledger)
         stage = self.stages[number]
-        # A run that was in another stage, or had no stages, begins this one.
-        first_epoch, was_in_stage = ledger.epoch, False
-        if ledger.stage is not None:
-            saved_number, saved_first_epoch = ledger.stage
-            if saved_number == number:
-                first_epoch, was_in_stage = saved_first_epoch, True
+        saved_number, saved_first_epoch = ledger.stage or (None, ledger.epoch)
+        begins_stage = saved_number != number
+        first_epoch = ledger.epoch if begins_stage else saved_first_epoch
 
         def count_samples(before_epoch: Int64Array, in_epoch: Int64Array) -> Int64Array:
             mixture = stage.mixture
             assert mixture is not None, "every stage has a mixture"
-            if ledger.epoch == first_epoch:  # a stage begins with a partial epoch
+            if ledger.epoch == first_epoch:  # the first epoch of a stage is a partial one
                 mixture = mixture.partial_epoch(self._first_fraction(number, batch_shape), before_epoch)
-            # Samples that another stage trained in this epoch do not count for this stage.
-            trained_by_stage = in_epoch if was_in_stage else np.zeros_like(in_epoch)
-            return mixture.epoch_counts(ledger.epoch, trained_by_stage)
+            if begins_stage:  # what was trained in this epoch was trained by another stage
+                in_epoch = np.zeros_like(in_epoch)
+            return mixture.epoch_counts(ledger.epoch, in_epoch)
 
         return EpochToResume(count_samples, stage.options.max_length, stage=(number, first_epoch))
 
@@ -566,7 +566,7 @@ def _joined_mixture(mixtures: Sequence[Mixture]) -> Mixture:
 class EpochToResume(NamedTuple):
     """The epoch in which a run with changed data resumes."""
 
-    # Converts how often each sample was trained before the epoch, and in it, to how often the epoch has it; (N,) each.
+    # Returns how often the epoch has each sample, (N,), from how often each was trained before the epoch, and in it.
     count_samples: Callable[[Int64Array, Int64Array], Int64Array]
     max_length: int  # maximum tokens of a sample
     stage: tuple[int, int] | None  # 0-based number, and first epoch; None without stages

@@ -239,15 +239,13 @@ class Preview:
         shared = self.inputs.shared
         if shared is None:
             return self.inputs.no_sharing_reason
-        assert self.options.cost is not None, "a preview plans with costs"
-        return shared.line(self.options.cost, self.plan.summary.num_steps, self.summary_without_sharing.num_steps)
+        return shared.line(self.inputs.cost, self.plan.summary.num_steps, self.summary_without_sharing.num_steps)
 
     def _shared_figures(self) -> dict[str, Any] | None:
         """Savings by shared prefixes; None if there are none."""
         shared = self.inputs.shared
         if shared is None:
             return None
-        assert self.options.cost is not None, "a preview plans with costs"
         samples_per_tree = np.diff(shared.trees.offsets)
         samples_per_tree = samples_per_tree[samples_per_tree > 1]  # a tree of one sample shares nothing
         steps, _ranks, _micro_batches = self.plan.steps.locations().T  # of each pack
@@ -259,7 +257,7 @@ class Preview:
             "tokens_without": shared.num_tokens_without_sharing,
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
-            "tower_work_share_saved": shared.tower_work_saved(self.options.cost),
+            "tower_work_share_saved": shared.tower_work_saved(self.inputs.cost),
             "packs_without": self.summary_without_sharing.num_packs,
             "steps_without": self.summary_without_sharing.num_steps,
         }
@@ -298,7 +296,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     inputs = inputs.prepared()
     options = inputs.options
     batch_shape = BatchShape.of(config, options.world_size)
-    timeline = Timeline.of(inputs, (Assignment(0, *batch_shape),))
+    timeline = Timeline.of(inputs, (Assignment.of(0, batch_shape),))
     return Preview(inputs, timeline, timeline.stages[0].sections[0].full, time.perf_counter() - begin)
 
 

@@ -77,32 +77,31 @@ def _match_counts(
 ) -> MatchedCounts:
     """Match the samples of new caches to those of removed caches, by file and row, else by content.
 
-    The samples of ``removed_now`` (caches removed since the checkpoint) and ``removed_earlier`` are joined to one
-    sequence of M samples, in this order. ``new_caches`` are numbers of caches in ``reader``.
+    ``removed_now`` are caches removed since the checkpoint. The samples of all removed caches are joined to one
+    sequence of M samples, in the order of the arguments. ``new_caches`` are numbers of caches in ``reader``.
     """
     removed = [*removed_now, *removed_earlier]
     if not new_caches or not removed:
         return _unmatched_counts(removed, reader, new_caches)
-    before_epoch = concatenate_counts([source.before for source in removed])  # (M,)
+    before_epoch = concatenate_counts([source.before for source in removed])  # training counts (M,)
     in_epoch = concatenate_counts([source.epoch for source in removed])  # (M,)
-    counts = before_epoch + in_epoch
-    candidates = _match_candidates(counts, removed_now)
+    training_counts = before_epoch + in_epoch
+    matchable = _matchable_samples(training_counts, removed_now)
     old_origins = [_old_origins(source, history_dir) for source in removed]
     new_origins = {cache: read_origins(reader, cache) for cache in new_caches}
-    row_matches = _match_rows(old_origins, new_origins, candidates)
-    has_new_row = np.zeros(len(candidates), np.bool_)  # whether any new cache has the row of the candidate
-    for row_match in row_matches.values():
-        has_new_row |= ~row_match.is_gone
-    without_row = candidates[~has_new_row]
-    content_matches = _match_contents(removed, without_row, counts, reader, row_matches)
-    if content_matches is None:  # a removed cache cannot be read
+    row_matches = _match_rows(old_origins, new_origins, matchable)
+    rowless = _without_new_row(matchable, row_matches.values())
+    content_matches = _match_contents(removed, rowless, training_counts[rowless], reader, row_matches)
+    if content_matches is None:
+        # Without the contents, samples of unchanged files can still be matched, and were matched by row.
         _check_rows_unchanged(removed, old_origins, new_origins)
         content_matches = dict.fromkeys(new_caches, _NO_MATCHES)
     new_counts = {}
     for cache, row_match in row_matches.items():
         pairs = content_matches[cache]
-        new_counts[cache] = _transfer_counts(before_epoch, in_epoch, candidates, row_match, pairs)
-    return MatchedCounts(new_counts, _mark_gone(removed, without_row, content_matches.values()))
+        new_counts[cache] = _transfer_counts(before_epoch, in_epoch, matchable, row_match, pairs)
+    is_gone = _mark_gone(removed, rowless, content_matches.values())
+    return MatchedCounts(new_counts, is_gone)
 
 
 def _unmatched_counts(removed: Sequence[SourceLedger], reader: CacheReader, new_caches: Sequence[int]) -> MatchedCounts:
@@ -114,43 +113,51 @@ def _unmatched_counts(removed: Sequence[SourceLedger], reader: CacheReader, new_
 
 
 def _mark_gone(
-    removed: Sequence[SourceLedger], without_row: Int64Array, content_matches: Iterable[ContentMatches]
+    removed: Sequence[SourceLedger], rowless: Int64Array, content_matches: Iterable[ContentMatches]
 ) -> list[npt.NDArray[np.bool_]]:
     """Mark the samples of each removed cache that no new cache has, neither by row nor by content."""
     ends = np.cumsum([source.num for source in removed])
     is_gone = np.zeros(ends[-1], np.bool_)
-    is_gone[without_row] = True
+    is_gone[rowless] = True
     for pairs in content_matches:
         is_gone[pairs.removed] = False
     return np.split(is_gone, ends[:-1])
 
 
-def _match_candidates(counts: Int64Array, removed_now: Sequence[SourceLedger]) -> Int64Array:
-    """Positions (K,) of the samples of removed caches that new caches may match, by their training ``counts`` (M,)."""
+def _matchable_samples(training_counts: Int64Array, removed_now: Sequence[SourceLedger]) -> Int64Array:
+    """Positions (K,) of the samples of removed caches that new caches may match, by their training counts (M,)."""
     # Of a cache that was removed earlier, only samples that no other cache took over then have counts above 0. The
     # others must not be matched a second time.
-    is_candidate = counts > 0
+    is_matchable = training_counts > 0
     num_removed_now = sum(source.num for source in removed_now)  # these samples come first
-    is_candidate[:num_removed_now] = True
-    return np.flatnonzero(is_candidate)
+    is_matchable[:num_removed_now] = True
+    return np.flatnonzero(is_matchable)
 
 
 def _match_rows(
-    old_origins: Sequence[Origins], new_origins: Mapping[int, Origins], candidates: Int64Array
+    old_origins: Sequence[Origins], new_origins: Mapping[int, Origins], matchable: Int64Array
 ) -> dict[int, Match]:
-    """Match the ``candidates`` among the samples of removed caches with each new cache, by file and row."""
+    """Match the ``matchable`` samples of removed caches with each new cache, by file and row."""
     old_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)  # (2, M)
-    candidate_keys = old_keys[:, candidates]
-    return {cache: match(candidate_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+    matchable_keys = old_keys[:, matchable]
+    return {cache: match(matchable_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+
+
+def _without_new_row(matchable: Int64Array, row_matches: Iterable[Match]) -> Int64Array:
+    """The ``matchable`` samples of removed caches whose row is in no new cache."""
+    is_in_no_cache = np.ones(len(matchable), np.bool_)
+    for row_match in row_matches:
+        is_in_no_cache &= row_match.is_gone
+    return matchable[is_in_no_cache]
 
 
 def _transfer_counts(
-    before_epoch: Int64Array, in_epoch: Int64Array, candidates: Int64Array, row_match: Match, pairs: ContentMatches
+    before_epoch: Int64Array, in_epoch: Int64Array, matchable: Int64Array, row_match: Match, pairs: ContentMatches
 ) -> NewCacheCounts:
-    """Transfer training counts (M,) of removed caches to a new cache; ``row_match`` matches the ``candidates``."""
-    new_before_epoch = row_match.transfer(before_epoch[candidates])
+    """Transfer training counts (M,) of removed caches to a new cache; ``row_match`` matches the ``matchable``."""
+    new_before_epoch = row_match.transfer(before_epoch[matchable])
     new_before_epoch[pairs.new] = before_epoch[pairs.removed]
-    new_in_epoch = row_match.transfer(in_epoch[candidates])
+    new_in_epoch = row_match.transfer(in_epoch[matchable])
     new_in_epoch[pairs.new] = in_epoch[pairs.removed]
     num_unmatched = int(row_match.is_new.sum()) - len(pairs.new)
     return NewCacheCounts(RowCounts.of(new_before_epoch), RowCounts.of(new_in_epoch), num_unmatched)
@@ -158,40 +165,32 @@ def _transfer_counts(
 
 def _match_contents(
     removed: Sequence[SourceLedger],
-    without_row: Int64Array,
-    counts: Int64Array,
+    rowless: Int64Array,
+    training_counts: Int64Array,
     reader: CacheReader,
     row_matches: Mapping[int, Match],
 ) -> dict[int, ContentMatches] | None:
-    """Match samples by content that were not matched by row.
+    """Match samples by content that were not matched by row; results are by number of the new cache.
 
-    ``counts`` (M,) are the training counts of all samples of the ``removed`` caches, and ``without_row`` the positions
-    of the unmatched ones. Matches are by number of the new cache; None if a removed cache cannot be read.
+    ``rowless`` (K,) are the unmatched samples of the ``removed`` caches, with their ``training_counts`` (K,). Returns
+    None if one of their caches cannot be read.
     """
     unmatched_new = {cache: np.flatnonzero(row_match.is_new) for cache, row_match in row_matches.items()}
-    if not len(without_row) or not any(len(positions) for positions in unmatched_new.values()):
+    if not len(rowless) or not any(len(positions) for positions in unmatched_new.values()):
         return dict.fromkeys(row_matches, _NO_MATCHES)
-    old_hashes = _hash_removed_samples(removed, without_row)
+    old_hashes = _hash_removed_samples(removed, rowless)
     if old_hashes is None:
         return None
-    # Of samples with equal contents, the most trained ones are matched first.
-    old_keys = content_keys(old_hashes, counts[without_row])
+    # The keys number samples of equal contents, the most trained ones first, which are matched first.
+    old_keys = content_keys(old_hashes, training_counts)
     matches = {}
     for cache, positions in unmatched_new.items():
         new_hashes = hash_contents(reader, positions + reader.offsets[cache])
-        untrained = np.zeros(len(positions), np.int64)
-        new_keys = content_keys(new_hashes, untrained)
-        matches[cache] = _content_pairs(old_keys, new_keys, without_row, positions)
+        new_keys = content_keys(new_hashes, np.zeros(len(positions), np.int64))  # numbered in their order
+        old_indices = match(old_keys, new_keys).same  # of the equal sample in ``rowless``, -1 for none
+        is_matched = old_indices >= 0
+        matches[cache] = ContentMatches(new=positions[is_matched], removed=rowless[old_indices[is_matched]])
     return matches
-
-
-def _content_pairs(
-    old_keys: Keys, new_keys: Keys, old_positions: Int64Array, new_positions: Int64Array
-) -> ContentMatches:
-    """Pair samples of equal keys: (2, M) keys of removed samples and their positions, (2, N) of new ones."""
-    equal_index = match(old_keys, new_keys).same  # (N,) index of the equal old key of each new one, -1 for none
-    is_matched = equal_index >= 0
-    return ContentMatches(new=new_positions[is_matched], removed=old_positions[equal_index[is_matched]])
 
 
 def _hash_removed_samples(removed: Sequence[SourceLedger], positions: Int64Array) -> npt.NDArray[np.uint64] | None:
@@ -338,24 +337,23 @@ def with_changed_data(
     new_caches = [cache for cache, saved_source in enumerate(saved_sources) if saved_source is None]
     # A new cache may be another export of the rows of a cache that was removed before the checkpoint.
     removed_earlier = [source for source in ledger.retired if source.trained.num_rows]
-    matched = _match_counts(removed_now, removed_earlier, reader, new_caches, history_dir)
-    sources = _present_ledgers(reader, saved_sources, matched, ledger.retired)
-    remaining = _remaining_counts(reader, sources, epoch)
-    # Only stages need the training counts: the next ones draw the samples with the smallest counts first.
-    trained = () if epoch.stage is None else tuple(source.trained for source in sources)
-    left = tuple(map(RowCounts.of, remaining))
-    change = DataChange(ledger.step, ledger.epoch, left, stage=epoch.stage, trained=trained)
-    new_ledger = dataclasses.replace(
-        ledger,
-        sources=tuple(sources),
-        retired=_retired_ledgers(ledger, [*removed_now, *removed_earlier], matched.is_gone, reader),
-        change=change,
+    matched_counts = _match_counts(removed_now, removed_earlier, reader, new_caches, history_dir)
+    sources = _present_ledgers(reader, saved_sources, matched_counts, ledger.retired)
+    remaining_counts = _remaining_counts(reader, sources, epoch)
+    change = DataChange(
+        ledger.step,
+        ledger.epoch,
+        left=tuple(map(RowCounts.of, remaining_counts)),
         stage=epoch.stage,
+        # Only stages need it: the next ones draw the least trained samples first.
+        trained=() if epoch.stage is None else tuple(source.trained for source in sources),
     )
-    num_remaining = _num_remaining(reader, remaining, epoch.max_length)
-    changes = _describe_present(sources, saved_sources, matched, ledger.retired, num_remaining)
-    changes += map(_describe_removed, removed_now, matched.is_gone)
-    return new_ledger, tuple(changes)
+    retired = _retired_ledgers(ledger, [*removed_now, *removed_earlier], matched_counts.is_gone, reader)
+    new_ledger = dataclasses.replace(ledger, sources=tuple(sources), retired=retired, change=change, stage=epoch.stage)
+    num_remaining = _num_remaining(reader, remaining_counts, epoch.max_length)
+    present_changes = _describe_present(sources, saved_sources, matched_counts, ledger.retired, num_remaining)
+    removed_changes = map(_describe_removed, removed_now, matched_counts.is_gone)
+    return new_ledger, (*present_changes, *removed_changes)
 
 
 def _present_ledgers(
@@ -364,24 +362,23 @@ def _present_ledgers(
     matched: MatchedCounts,
     retired: Sequence[SourceLedger],
 ) -> list[SourceLedger]:
-    """The ledger of each cache of a resumed run, with the matched counts if the cache is new.
+    """The ledger of each cache of a resumed run.
 
-    ``saved_sources`` are the ledgers of the caches in the checkpoint, None for a new cache; ``retired`` those of caches
-    removed before, whose totals continue if the cache is back.
+    ``saved_sources`` are those in the checkpoint, None for new caches; ``retired`` those of caches removed before.
     """
     sources = []
-    for cache, saved_source in enumerate(saved_sources):
-        source = saved_source
+    for number, source in enumerate(saved_sources):
         if source is None:
-            counts = matched.new[cache]
-            fingerprint = reader.manifests[cache].fingerprint
-            source = _find_source(retired, fingerprint)
-            if source is None:
-                source = SourceLedger.begin("", fingerprint, counts.in_epoch.num)
-            source = dataclasses.replace(source, before=counts.before_epoch, epoch=counts.in_epoch)
-        directory = storage.absolute(reader.directories[cache])
+            source = _ledger_of_new_cache(reader.manifests[number].fingerprint, matched.new[number], retired)
+        directory = storage.absolute(reader.directories[number])  # the cache may have moved
         sources.append(dataclasses.replace(source, directory=directory))
     return sources
+
+
+def _ledger_of_new_cache(fingerprint: str, counts: NewCacheCounts, retired: Sequence[SourceLedger]) -> SourceLedger:
+    """A ledger, without its directory, with these counts; if the cache was removed before, its totals continue."""
+    ledger = _find_source(retired, fingerprint) or SourceLedger.begin("", fingerprint, counts.in_epoch.num)
+    return dataclasses.replace(ledger, before=counts.before_epoch, epoch=counts.in_epoch)
 
 
 def _remaining_counts(reader: CacheReader, sources: Sequence[SourceLedger], epoch: EpochToResume) -> list[Int64Array]:
@@ -423,21 +420,27 @@ def _describe_present(
     retired: Sequence[SourceLedger],
     num_remaining: Sequence[int],
 ) -> list[SourceChange]:
-    """The change of each cache of a resumed run, whose epoch has yet to train ``num_remaining`` of its samples."""
+    """The change of each cache of a resumed run; ``num_remaining`` are the samples left to train in the epoch."""
     changes = []
-    for cache, (source, saved_source) in enumerate(zip(sources, saved_sources, strict=True)):
+    for number, source in enumerate(sources):
         num_new = 0
-        status: SourceStatus
-        if saved_source is not None:
-            status = "as before"
-        elif _find_source(retired, source.fingerprint) is not None:
-            status = "back"
-        else:
-            num_new = matched.new[cache].num_unmatched
-            status = "new" if num_new == source.num else "exported again"  # if any sample has been matched
-        num_trained = source.epoch.num_rows
+        status: SourceStatus = "as before"
+        if saved_sources[number] is None:
+            if _find_source(retired, source.fingerprint) is not None:
+                status = "back"
+            else:
+                num_new = matched.new[number].num_unmatched
+                has_matches = num_new < source.num
+                status = "exported again" if has_matches else "new"
         changes.append(
-            SourceChange(source.directory, status, source.num, num_trained, left=num_remaining[cache], new=num_new)
+            SourceChange(
+                source.directory,
+                status,
+                samples=source.num,
+                trained=source.epoch.num_rows,
+                left=num_remaining[number],
+                new=num_new,
+            )
         )
     return changes
 
@@ -480,24 +483,23 @@ def find_position(resume_point: ResumePoint, new_state: RunState, world: World, 
     ``new_state`` is that of a new run with the same options and caches.
     """
     checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
-    config, _, reader = inputs.for_training
+    reader = inputs.for_training.reader
     if saved_state is None:
         return RunPosition(Timeline.of(inputs, new_state.all_assignments), new_state, begin_ledger(reader))
     if checkpoint is None:
         # packtool.Batches resumes without a checkpoint or a ledger.
         return _resume_with_same_data("this state", saved_state, new_state, inputs, begin_ledger(reader))
-    ledger = read_ledger(checkpoint)
-    sources = () if ledger is None else ledger.sources
+    ledger = read_ledger(checkpoint)  # None in checkpoints of an older packtool
     new_state.check_continues(
         checkpoint,
         saved_state,
-        data_may_change=config.data_change == "allow",
-        cache_differences=lambda: cache_differences(sources, reader) if sources else [],
+        data_may_change=inputs.for_training.config.data_change == "allow",
+        cache_differences=() if ledger is None else cache_differences(ledger.sources, reader),
     )
     check_resumable(checkpoint, world.rank, world.size)
-    if (new_state.cache, new_state.plan) != (saved_state.cache, saved_state.plan):
-        return _resume_with_changed_data(checkpoint, saved_state, new_state, inputs, ledger)
-    return _resume_with_same_data(checkpoint, saved_state, new_state, inputs, ledger)
+    if new_state.has_same_data(saved_state):
+        return _resume_with_same_data(checkpoint, saved_state, new_state, inputs, ledger)
+    return _resume_with_changed_data(checkpoint, saved_state, new_state, inputs, ledger)
 
 
 def _resume_with_same_data(
@@ -511,7 +513,7 @@ def _resume_with_same_data(
             f"{origin} was trained by {saved_state.world_size} data-parallel ranks, and now there are "
             f"{new_state.world_size}: the remaining packs of its epoch are assigned to them"
         )
-        assignments = (*assignments, Assignment(saved_state.step, *new_state.batch_shape))
+        assignments = (*assignments, Assignment.of(saved_state.step, new_state.batch_shape))
     last_change = None if ledger is None else ledger.change
     timeline = Timeline.of(inputs, assignments, last_change)
     if ledger is None:
@@ -534,25 +536,26 @@ def _resume_with_changed_data(
             "Resume with its own caches until the next checkpoint, and change the data there.",
         )
     step = saved_state.step
-    epoch = inputs.epoch_to_resume(saved_ledger, new_state.batch_shape)
+    epoch_to_resume = inputs.epoch_to_resume(saved_ledger, new_state.batch_shape)
     reader = inputs.for_training.reader
-    ledger, cache_changes = with_changed_data(saved_ledger, reader, epoch, history_of(checkpoint))
+    ledger, cache_changes = with_changed_data(saved_ledger, reader, epoch_to_resume, history_of(checkpoint))
     assert ledger.change is not None, "with_changed_data adds it"
-    assignments = (Assignment(step, *new_state.batch_shape),)
+    assignments = (Assignment.of(step, new_state.batch_shape),)
     timeline = Timeline.of(inputs, assignments, ledger.change)
-    # If the epoch was trained completely, the next step belongs to another epoch.
     span = timeline.span_at(step)
-    num_steps_left = span.stop_step - step if span.epoch == ledger.epoch else 0
-    run_end = _run_end(timeline, step, steps_planned(checkpoint), has_stages=epoch.stage is not None)
-    notes = tuple(change_lines(ledger.change, cache_changes, num_steps_left, run_end))
-    return RunPosition(timeline, new_state.with_assignments(assignments, step), ledger, cache_changes, notes)
+    is_epoch_finished = span.epoch != ledger.epoch
+    num_steps_left = 0 if is_epoch_finished else span.stop_step - step
+    notes = change_lines(ledger.change, cache_changes, num_steps_left, _run_end(timeline, step, checkpoint))
+    return RunPosition(
+        timeline, new_state.with_assignments(assignments, data_since=step), ledger, cache_changes, tuple(notes)
+    )
 
 
-def _run_end(timeline: Timeline, step: int, num_steps_before: int, *, has_stages: bool) -> str:
-    """Describe the end of a run resumed at ``step``, which was planned with ``num_steps_before`` steps."""
-    num_steps = timeline.num_steps
+def _run_end(timeline: Timeline, step: int, checkpoint: str) -> str:
+    """Describe the end of a run resumed at ``step`` of a checkpoint, in comparison with the end planned before."""
+    num_steps, num_steps_before = timeline.num_steps, steps_planned(checkpoint)
     run_end = f"the run ends after step {num_steps:,}"
-    if not has_stages:
+    if not timeline.inputs.stages:
         run_end = f"later epochs have {timeline.steps_per_epoch:,} steps each, and {run_end}"
     if num_steps_before == num_steps:
         return f"{run_end}, as before"

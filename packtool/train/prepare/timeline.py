@@ -137,6 +137,15 @@ class Section:
         epoch = change.epoch + 1 if remaining is None else change.epoch
         return cls(inputs, batch_shape, change.step, epoch, remaining)
 
+    def reassigned(self, assignment: Assignment) -> Section:
+        """The next section, from the step of ``assignment`` on: the untrained packs of its epoch, and later epochs."""
+        step, batch_shape = assignment.first_step, assignment.batch_shape
+        keeps_steps = self.inputs.config.packs_per_step is not None  # packs stay in their steps for any number of ranks
+        span = self.span_at(step)
+        packs = span.plan.packs_from(step - span.first_step, keeps_steps=keeps_steps)
+        plan = self.inputs.assign(packs, batch_shape, keeps_steps=keeps_steps)
+        return Section(self.inputs, batch_shape, step, span.epoch, partial_plan=plan)
+
     @cached_property
     def full(self) -> EpochPlan:
         """The plan of the first full epoch; all have as many steps."""
@@ -201,36 +210,26 @@ class TrainedStage:
     stop_step: int
 
     @classmethod
-    def reassigned(
+    def of(
         cls,
         number: int,
         first_epoch: int,
-        section: Section,
+        first_section: Section,
         reassignments: Sequence[Assignment],
+        *,
         num_epochs: float,
         max_steps: int | None,
     ) -> TrainedStage:
-        """A stage that starts with ``section``, and whose packs are assigned to other ranks later.
+        """A stage that starts with a section, and starts another one at each reassignment of packs before its end.
 
-        Args:
-            reassignments: later assignments, in their order; those after the end of the stage are ignored.
-            num_epochs: number of epochs of the run at whose end the stage ends.
-            max_steps: number of steps of the run at whose end the stage ends, instead of ``num_epochs``; None: not set.
+        The stage ends when ``max_steps`` of the run are done or, if None, ``num_epochs`` of the run.
         """
-        sections = [section]
+        sections = [first_section]
         for reassignment in reassignments:
-            step, batch_shape = reassignment.first_step, reassignment.batch_shape
-            if step >= section.end(num_epochs, max_steps):
+            if reassignment.first_step >= sections[-1].end(num_epochs, max_steps):
                 break
-            # A new section starts with the packs of the epoch that are not trained yet. With --packs-per-step, packs
-            # stay in their steps, for any number of ranks.
-            keeps_steps = section.inputs.config.packs_per_step is not None
-            span = section.span_at(step)
-            remaining_packs = span.plan.packs_from(step - span.first_step, keeps_steps=keeps_steps)
-            remaining_plan = section.inputs.assign(remaining_packs, batch_shape, keeps_steps=keeps_steps)
-            section = Section(section.inputs, batch_shape, step, span.epoch, partial_plan=remaining_plan)
-            sections.append(section)
-        return cls(number, first_epoch, tuple(sections), stop_step=section.end(num_epochs, max_steps))
+            sections.append(sections[-1].reassigned(reassignment))
+        return cls(number, first_epoch, tuple(sections), stop_step=sections[-1].end(num_epochs, max_steps))
 
     @property
     def first_step(self) -> int:
@@ -285,7 +284,7 @@ class TrainedStage:
         num_cached, num_distinct = len(training_counts), int(np.count_nonzero(training_counts))
         num_filtered = self.mixture.num_filtered
         return {
-            "first_step": self.first_step + 1,
+            "first_step": self.first_step + 1,  # numbered from 1
             "last_step": self.stop_step,
             "packing_length": options.packing_length if options.packing else None,
             "sequence_parallel_size": self.inputs.sequence_parallel_size,
@@ -308,21 +307,16 @@ class Timeline:
 
     @classmethod
     def of(cls, inputs: Inputs, assignments: Sequence[Assignment], change: DataChange | None = None) -> Timeline:
-        """The steps of a run whose packs were assigned to ranks by ``assignments``, in their order.
-
-        After a ``change`` of the data, both assignments and timeline start at the change.
-        """
+        """The timeline of a run from step 0, or from the last change of its data; ``assignments`` start there, too."""
         if inputs.stages:
             return cls(inputs, tuple(_stages(inputs, assignments, change)))
         batch_shape = assignments[0].batch_shape
-        section = Section(inputs, batch_shape) if change is None else Section.after_change(inputs, batch_shape, change)
-        stage = TrainedStage.reassigned(
-            number=0,
-            first_epoch=0,
-            section=section,
-            reassignments=assignments[1:],
-            num_epochs=inputs.config.num_train_epochs,
-            max_steps=inputs.config.max_steps,
+        first_section = Section(inputs, batch_shape)
+        if change is not None:
+            first_section = Section.after_change(inputs, batch_shape, change)
+        config = inputs.config
+        stage = TrainedStage.of(
+            0, 0, first_section, assignments[1:], num_epochs=config.num_train_epochs, max_steps=config.max_steps
         )
         return cls(inputs, (stage,))
 
@@ -541,37 +535,37 @@ def _assigned_stage(
     first_epoch: int,
     num_epochs: int,
 ) -> TrainedStage:
-    """A stage of ``num_epochs`` epochs that begins with ``section``, assigned again where the batch shape changes."""
+    """A stage of ``num_epochs`` epochs that begins with ``section`` at ``start``."""
     number = start.number
-    reassignments = [
-        Assignment(each.first_step, *inputs.stage_batch_shape(number, each.batch_shape))
-        for each in assignments
-        if each.first_step > start.step
-    ]
+    reassignments = []
+    for assignment in assignments:
+        if assignment.first_step > start.step:
+            batch_shape = inputs.stage_batch_shape(number, assignment.batch_shape)
+            reassignments.append(Assignment.of(assignment.first_step, batch_shape))
     max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
-    stage_end = first_epoch + num_epochs  # in epochs of the run
-    return TrainedStage.reassigned(number, first_epoch, section, reassignments, stage_end, max_steps)
+    return TrainedStage.of(
+        number, first_epoch, section, reassignments, num_epochs=first_epoch + num_epochs, max_steps=max_steps
+    )
 
 
 def _first_section(inputs: Inputs, start: _StageStart, fraction: float, batch_shape: BatchShape) -> Section:
-    """The first section of a stage: a partial epoch, and full epochs after it.
-
-    The partial epoch has this ``fraction`` of an epoch, in (0, 1]: the samples with the smallest training counts.
-    """
-    stage, step, epoch = inputs.stages[start.number], start.step, start.epoch
-    mixture = stage.mixture
-    assert mixture is not None, "every stage has a mixture"
-
-    def plan_partial_epoch(fraction: float) -> EpochPlan:
-        return stage.plan_mixture(mixture.partial_epoch(fraction, start.training_counts), epoch, batch_shape)
-
-    plan = plan_partial_epoch(fraction)
+    """The first section of a stage: a ``fraction`` of an epoch, in (0, 1], and full epochs after it."""
+    stage = inputs.stages[start.number]
+    plan = _plan_first_epoch(stage, start, fraction, batch_shape)
     if inputs.config.max_steps is None:
-        return Section(stage, batch_shape, step, epoch, partial_plan=plan)
+        return Section(stage, batch_shape, start.step, start.epoch, plan)
     steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
     num_steps = round(fraction * steps_per_epoch)
-    # Too few steps would end the run early, so draw more samples until there are enough.
-    while (num_missing := num_steps - plan.steps.num_steps) > 0:
+    while plan.steps.num_steps < num_steps:
+        # Too few steps would end the run early, so draw more samples: for half a step too many, as counts are rounded.
+        num_missing = num_steps - plan.steps.num_steps
         fraction += (num_missing + 0.5) / steps_per_epoch
-        plan = plan_partial_epoch(fraction)
-    return Section(stage, batch_shape, step, epoch, partial_plan=plan, max_partial_steps=num_steps)
+        plan = _plan_first_epoch(stage, start, fraction, batch_shape)
+    return Section(stage, batch_shape, start.step, start.epoch, plan, max_partial_steps=num_steps)
+
+
+def _plan_first_epoch(stage: Inputs, start: _StageStart, fraction: float, batch_shape: BatchShape) -> EpochPlan:
+    """Plan the ``fraction`` of an epoch that a stage trains first, of the least trained samples."""
+    assert stage.mixture is not None, "every stage has a mixture"
+    mixture = stage.mixture.partial_epoch(fraction, start.training_counts)
+    return stage.plan_mixture(mixture, start.epoch, batch_shape)

@@ -93,7 +93,7 @@ def _plan_timeline(config: VerifyConfig, packing_length: int, reader: CacheReade
     train_config = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory)
     inputs = Inputs(config=train_config, options=options, lengths=index.length, targets=index.target_tokens)
     one_rank = BatchShape(world_size=1, gradient_accumulation_steps=1, batch_size=1)
-    return Timeline.of(inputs, (Assignment(0, *one_rank),))  # from step 0 on
+    return Timeline.of(inputs, (Assignment.of(0, one_rank),))  # from step 0 on
 
 
 def _step_samples(plan: EpochPlan, step: int) -> StepSamples:
