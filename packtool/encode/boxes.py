@@ -28,7 +28,7 @@ from packtool.rows.sample import Dropped, MediaKind, MediaRef, Objects, Region, 
 
 # A name inside a JSON string is written as JSON.
 _MARKS = re.compile(rf'(?P<json>[:\[,]\s*"){NAME_MARK}(?=")|{NAME_MARK}|{BOX_MARK}')
-_KEYS = re.compile(rf'"\w+{JSON_KEY}\s*:\s*(?=[^\s<])')  # the key of a box of ``objects`` is followed by its mark
+_BOX_KEY = re.compile(rf'"\w+{JSON_KEY}\s*:\s*(?=[^\s<])')  # the key of a box of ``objects`` is followed by its mark
 _JSON = json.JSONDecoder()
 
 
@@ -88,14 +88,13 @@ class BoxWriter:
     def write(self, sample: Sample) -> Sample | Dropped:
         """Write a sample's boxes and names into its texts, or return the reason why the sample is dropped.
 
-        The texts' control tokens of boxes and names stay control tokens if together they form complete boxes and names;
-        otherwise, and in rows with neither ``objects`` nor pictures, they are plain text.
+        Tokens of boxes and names in a row's own texts become control tokens if they form complete boxes and names.
         """
         if sample.objects is None and not self._may_have_boxes(sample):
             return sample
         objects = sample.objects or Objects()
         objects = replace(objects, unit=objects.unit or self._default_json_unit)  # the unit of coordinates in JSON
-        has_json_boxes = objects.unit is not None and any(_KEYS.search(text) for text in _texts(sample))
+        has_json_boxes = objects.unit is not None and any(_BOX_KEY.search(text) for text in _texts(sample))
         try:
             if objects.names or objects.boxes or has_json_boxes:
                 sample, is_well_formed = self._fill(sample, objects)
@@ -175,7 +174,7 @@ class _SampleWriter:
         if self._unit is None:
             return text
         pieces, start = [], 0
-        for key in _KEYS.finditer(text):
+        for key in _BOX_KEY.finditer(text):
             if key.end() < start:
                 continue
             parsed = self._parse_json(text, key, role)

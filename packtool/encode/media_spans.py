@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
 from packtool.encode.families import family_of, thinker_of
-from packtool.encode.families.record import MediaSegment, Medium
+from packtool.encode.families.record import MediaSegment, Medium, TokenRun
 from packtool.encode.tokenize import Chunk
 from packtool.rows.sample import MediaKind
 
@@ -26,6 +26,10 @@ class MediumSpan(NamedTuple):
     medium: Medium
     start: int
     stop: int
+
+    def moved(self, offset: int) -> MediumSpan:
+        """Return the span ``offset`` tokens later."""
+        return MediumSpan(self.medium, self.start + offset, self.stop + offset)
 
 
 class _TextPosition(NamedTuple):
@@ -70,30 +74,37 @@ def expand_media(
     Args:
         media: by kind, in the order of their chunks.
         segments_of: returns the texts and runs of tokens of a medium, given it and its index among its kind.
-        max_length: maximum tokens of a sample. At most ``max_length + 1`` control tokens of a medium are inserted,
-            enough to recognize a medium that is too large.
+        max_length: maximum tokens of a sample. One control token more of a medium is inserted, but not all of a medium
+            that is certainly too large.
     """
     expanded: list[Chunk] = []
     first_expanded: list[int] = []
     ranges: list[_MediumRange] = []
     num_omitted_controls = 0
-    num_media = dict.fromkeys(media, 0)  # media expanded so far, by kind
+    remaining = {kind: enumerate(media_of_kind) for kind, media_of_kind in media.items()}
     for chunk in rendered:
         first_expanded.append(len(expanded))
-        kind = chunk.media_kind
-        if not kind:
+        if not chunk.media_kind:
             expanded.append(chunk)
             continue
-        medium = media[kind][num_media[kind]]
-        segments = [each for each in segments_of(medium, num_media[kind]) if isinstance(each, str) or each.length]
-        num_media[kind] += 1
-        begins_with_text = bool(segments) and isinstance(segments[0], str)
-        begin = _end_of_text(expanded) if begins_with_text else _TextPosition(len(expanded), num_chars=None)
+        number, medium = next(remaining[chunk.media_kind])
+        segments = [segment for segment in segments_of(medium, number) if not _is_empty_run(segment)]
+        begin = _begin_of(segments, expanded)
         num_omitted_controls += _append_segments(expanded, segments, max_controls=max_length + 1)
         ranges.append(_MediumRange(medium, begin, end=_end_of_text(expanded)))
-        text_after_medium = chunk.text
-        _append_text(expanded, text_after_medium)
+        _append_text(expanded, chunk.text)  # the text after the medium
     return ExpandedChunks(expanded, first_expanded, ranges, num_omitted_controls)
+
+
+def _is_empty_run(segment: MediaSegment) -> bool:
+    return isinstance(segment, TokenRun) and segment.length == 0
+
+
+def _begin_of(segments: Sequence[MediaSegment], chunks: Sequence[Chunk]) -> _TextPosition:
+    """Return where a medium begins that is appended to chunks: its text continues that of the last chunk."""
+    if segments and isinstance(segments[0], str):
+        return _end_of_text(chunks)
+    return _TextPosition(len(chunks), num_chars=None)
 
 
 def _append_segments(chunks: list[Chunk], segments: Sequence[MediaSegment], max_controls: int) -> int:
@@ -146,8 +157,8 @@ def join_tokens(
 ) -> JoinedTokens:
     """Concatenate the control tokens and the text ids of all expanded chunks, and locate the media among them.
 
-    ``ids_by_chunk`` are the ids of each chunk's text, without its control token; ``encode_text`` returns the ids of one
-    chunk's text.
+    ``ids_by_chunk`` are the ids of each chunk's text, as from ``encode_text``. The text before or after a medium is
+    tokenized again if the medium begins or ends within a chunk.
     """
     ids: list[int] = []
     text_starts: list[int] = []
@@ -234,46 +245,44 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
 
 
 def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
-    """Locate the placeholder tokens of a sample's media, without marks; return the spans in the order of the tokens.
+    """Locate a sample's media by their placeholder tokens, in the order of these; a video's include its sound track's.
 
-    Media whose kind the model cannot be trained on have no placeholder tokens, and no span. The span of a video
-    includes its sound track.
+    Media whose kind the model cannot be trained on have no placeholder tokens, and no span.
     """
     if not (sample.images or sample.videos or sample.audios):
         return []
-    sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]  # the row's sounds and the videos' tracks
-    media: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
-    spans = []
-    track_spans = []  # sound tracks, in the order of their videos
+    sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
+    media: dict[MediaKind, Sequence[Medium]] = {"image": sample.images, "video": sample.videos, "audio": sounds}
+    spans: list[MediumSpan] = []
     for kind, pad in tokens.pads.items():
-        num_pads = [medium.num_tokens for medium in media[kind]]
-        pad_spans = _pad_spans(sample.input_ids == pad, num_pads)
-        for medium, (start, stop) in zip(media[kind], pad_spans, strict=True):
-            span = MediumSpan(medium, start, stop)
-            if isinstance(medium, EncodedAudio) and medium.path is None and medium.data is None:
-                track_spans.append(span)
-            else:
-                spans.append(span)
-    spans = _with_tracks(spans, track_spans)
-    return sorted(spans, key=lambda span: span.start)
+        spans += _pad_spans(sample.input_ids == pad, media[kind])
+    return sorted(_with_tracks(spans), key=lambda span: span.start)
 
 
-def _with_tracks(spans: Sequence[MediumSpan], track_spans: Sequence[MediumSpan]) -> list[MediumSpan]:
-    """Extend the span of each video with a sound track by that of the track; both are in the order of the videos."""
-    remaining_tracks = iter(track_spans)
+def _with_tracks(spans: Sequence[MediumSpan]) -> list[MediumSpan]:
+    """Extend the span of each video by that of its sound track, which gets no span of its own."""
+    tracks = iter([span for span in spans if _is_track(span.medium)])  # in the order of their videos
     extended = []
     for span in spans:
+        if _is_track(span.medium):
+            continue
         if isinstance(span.medium, EncodedVideo) and span.medium.audio is not None:
-            track = next(remaining_tracks)
+            track = next(tracks)
             span = MediumSpan(span.medium, min(span.start, track.start), max(span.stop, track.stop))
         extended.append(span)
     return extended
 
 
-def _pad_spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:
-    """Return [start, stop) of each medium, from its first placeholder token to its last; ``is_pad`` is (L,)."""
-    if not counts:
+def _is_track(medium: Medium) -> bool:
+    """Return whether a medium is a video's sound track, which has no file of its own."""
+    return isinstance(medium, EncodedAudio) and medium.path is None and medium.data is None
+
+
+def _pad_spans(is_pad: npt.NDArray[np.bool_], media: Sequence[Medium]) -> list[MediumSpan]:
+    """Return the span of each medium, from its first placeholder token to its last; ``is_pad`` is (L,)."""
+    if not media:
         return []
+    counts = [medium.num_tokens for medium in media]
     positions, ends = np.flatnonzero(is_pad), np.cumsum(counts)
     starts, stops = positions[ends - counts], positions[ends - 1] + 1
-    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+    return list(map(MediumSpan, media, starts.tolist(), stops.tolist()))

@@ -77,7 +77,7 @@ class ModelFiles:
             remedy = "Give the directory of a transformers model."
             raise ConfigError(f"--model {model}: there is no config.json", remedy)
         other_template = "" if chat_template is None else read_template(chat_template, directory)
-        image_file = "preprocessor_config.json"
+        main_file = "preprocessor_config.json"  # of pictures, and in models with sound of its feature extractor
         video_file = "video_preprocessor_config.json"
         files = cls(
             directory=directory,
@@ -85,12 +85,12 @@ class ModelFiles:
             tokenizer_config=tokenizer_config,
             tokenizer_json=_tokenizer_json(directory),
             chat_template=other_template or _own_template(directory, tokenizer_config),
-            processor=_processor_settings(directory, "image_processor", image_file),
-            video_processor=_processor_settings(directory, "video_processor", video_file, image_file),
-            audio_processor=_processor_settings(directory, "feature_extractor", image_file),
+            processor=_processor_settings(directory, "image_processor", main_file),
+            video_processor=_processor_settings(directory, "video_processor", video_file, main_file),
+            audio_processor=_processor_settings(directory, "feature_extractor", main_file),
             other_template=other_template,
         )
-        # A template that does not end the last answer is extended, so that it writes ``end_mark`` there.
+        # A template that does not end the last answer is extended by an ``end_mark``.
         template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
         kwargs = set_kwargs(chat_template_kwargs)
         return replace(files, chat_template=template, end_mark=end_mark, chat_template_kwargs=kwargs)

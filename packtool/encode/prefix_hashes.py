@@ -104,16 +104,16 @@ def _prefixes_of(sample: EncodedSample, tokens: MediaTokens, longer_than: int, m
     if not ends or ends[-1] <= longer_than:
         return []
     prefixes: list[_Prefix] = []
-    num_vision_tokens = num_audio_tokens = squares = 0  # of the media in the current prefix
+    media_tokens = audio_tokens = squares = 0  # of the media in the current prefix
     for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
         for medium in new_media:
-            num_audio_tokens += _num_audio_tokens(medium)  # of a sound or a video's sound track
+            media_tokens += _num_audio_tokens(medium)
+            audio_tokens += _num_audio_tokens(medium)
             if not isinstance(medium, EncodedAudio):
-                num_vision_tokens += medium.num_tokens
+                media_tokens += medium.num_tokens
                 squares += patch_squares(medium.grid)
         if end > longer_than:
-            num_media_tokens = num_vision_tokens + num_audio_tokens
-            prefixes.append((end, digest, num_media_tokens, num_audio_tokens, squares))
+            prefixes.append((end, digest, media_tokens, audio_tokens, squares))  # in the order of ``_PREFIX``
     return prefixes
 
 
@@ -213,8 +213,7 @@ def _digests(
 ) -> Iterator[_PrefixDigest]:
     """Yield the prefixes that end at ``ends``, ascending.
 
-    The hash continues from each prefix to the next: first ``beginning``, then for each prefix the media that the
-    previous one does not contain, and its further token ids.
+    The hash is of ``beginning``, then for each prefix of the media and the token ids that the previous one lacks.
     """
     state = hashlib.blake2b(beginning, digest_size=_HASH_BYTES)
     start = 0
@@ -232,6 +231,7 @@ def _digests(
 
 
 def _num_audio_tokens(medium: Medium) -> int:
+    """Return the tokens of a sound or a video's sound track; 0 for other media."""
     sound = medium.audio if isinstance(medium, EncodedVideo) else medium
     return sound.num_tokens if isinstance(sound, EncodedAudio) else 0
 

@@ -48,24 +48,25 @@ class PreparedRows:
         self._pads = set(tokens.pads.values())
 
     def split(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:
-        """Return the samples of a row with ``tokens``; RowProblem if these do not match the model or the media."""
+        """Return the samples that are packed in a row; RowProblem if its tokens do not match the model or the media."""
         tokens = sample.tokens
         assert tokens is not None, "the row was tokenized elsewhere"
         base = self._loss_base(sample)
         self._check_ids(tokens.ids)
-        ids = tokens.ids.astype(np.int32)
         _check_unchanged(tokens, media)
+        ids = tokens.ids.astype(np.int32)
         spans = self._locate_media(ids, media)
-        borders = [*tokens.starts.tolist(), len(ids)]  # where the row's samples begin and end
+        borders = [*tokens.starts.tolist(), len(ids)]  # where the packed samples begin and end
         _check_within_borders(spans, borders)
-        row = Tokenized(sample, ids, turns=_NO_TURNS, spans=spans)  # the turns are those of its samples
         channels = tokens.channels or [sample.channel] * len(tokens.starts)
         samples = []
         for (start, stop), channel in zip(pairwise(borders), channels, strict=True):
-            tokenized = replace(row.take(np.arange(start, stop)), sample=replace(sample, channel=channel))
-            turns, weights = _turns_and_weights(tokens, start, stop, base)
-            # ``take`` has counted the tokens of the row's other samples as removed.
-            samples.append(replace(tokenized, turns=turns, weights=weights, num_removed=0))
+            trained = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
+            turns = _runs(trained)
+            weights = _weights(trained, None if tokens.weights is None else tokens.weights[start:stop], turns, base)
+            sample_spans = [span.moved(-start) for span in spans if start <= span.start < stop]
+            packed = replace(sample, channel=channel)
+            samples.append(Tokenized(packed, ids[start:stop], turns=turns, spans=sample_spans, weights=weights))
         return samples
 
     def _loss_base(self, sample: Sample) -> Base:
@@ -214,28 +215,24 @@ def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium
                     raise RowProblem("media_changed", f"{detail}: {_PREPARED_LIMITS}")
 
 
-def _turns_and_weights(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple[IntArray, Weights | None]:
-    """Return the turns and weights of the sample at tokens [start, stop) of a row, as in ``Tokenized``.
+def _runs(trained: npt.NDArray[np.bool_]) -> IntArray:
+    """Return [start, end) of each run of trained tokens, flat: the turns of a sample, whose tokens are ``trained``."""
+    changes = np.diff(trained, prepend=False, append=False)
+    return np.flatnonzero(changes).astype(np.int32)
 
-    Turns are the runs of the row's targets. ``base`` of the loss scale decides what is trained: these targets, the last
-    turn only, or all tokens (then the row's weights do not count).
-    """
-    trained = np.ones(stop - start, bool)
-    if tokens.trained is not None:
-        trained = tokens.trained[start:stop]
-    weights = None
-    if tokens.weights is not None:
-        weights = np.where(trained, tokens.weights[start:stop], np.float32(0))
-        if (weights[trained] == 1).all():
-            weights = None
-    # Runs begin and end where ``trained`` changes, with False before the first and after the last token.
-    turns = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
-    if base == "default":
-        return turns, weights
+
+def _weights(
+    trained: npt.NDArray[np.bool_], row_weights: Weights | None, turns: IntArray, base: Base
+) -> Weights | None:
+    """Return the weight of each token as a target, float32 (L,); None if all tokens of the turns weigh 1."""
     if base == "all":
-        return turns, np.ones(stop - start, np.float32)
-    last_turn_weights = np.zeros(stop - start, np.float32)
-    if len(turns):
-        last_start, last_stop = turns[-2:]
-        last_turn_weights[last_start:last_stop] = 1 if weights is None else weights[last_start:last_stop]
-    return turns, last_turn_weights
+        return np.ones(len(trained), np.float32)
+    weights = trained.astype(np.float32)
+    if row_weights is not None:
+        weights = np.where(trained, row_weights, np.float32(0))
+    if base == "last_round":
+        earlier_turns = turns[:-2]
+        if len(earlier_turns):
+            weights[: earlier_turns[-1]] = 0
+        return weights
+    return None if (weights[trained] == 1).all() else weights

@@ -341,16 +341,14 @@ def _safe_chars() -> str:
 
 @cache
 def _translated(pattern: str, chars: str) -> str:
-    """Return a pattern in which ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` are replaced by the characters they match.
+    """Replace ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` in a pattern by the characters of ``chars`` that they match.
 
-    Only characters of ``chars`` are considered. Python's ``re`` does not support Unicode categories, but is twice as
-    fast as the ``regex`` module, which does.
+    Python's ``re`` does not support Unicode categories, but is twice as fast as the ``regex`` module, which does.
     """
-    by_category: dict[str, list[str]] = {}  # characters by the first letter of their category: L, N, ...
-    for char in chars:
-        by_category.setdefault(unicodedata.category(char)[0], []).append(char)
+    letters = [char for char in chars if unicodedata.category(char).startswith("L")]
+    numbers = [char for char in chars if unicodedata.category(char).startswith("N")]
     spaces = _as_ranges(filter(str.isspace, chars))
-    ranges = {r"\p{L}": _as_ranges(by_category["L"]), r"\p{N}": _as_ranges(by_category["N"]), r"\s": spaces}
+    ranges = {r"\p{L}": _as_ranges(letters), r"\p{N}": _as_ranges(numbers), r"\s": spaces}
     translated: list[str] = []
     is_in_brackets = False
     for token in re.findall(r"\\p\{[LN]\}|\\.|.", pattern, re.DOTALL):

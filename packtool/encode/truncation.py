@@ -47,6 +47,11 @@ class Tokenized:
     num_removed: int = 0
     borders: IntArray | None = None
 
+    @property
+    def original_length(self) -> int:
+        """Number of tokens before any were removed."""
+        return len(self.ids) + self.num_removed
+
     def in_media(self) -> npt.NDArray[np.bool_]:
         """Return bool (L,), set for the tokens of media."""
         mask = np.zeros(len(self.ids), bool)
@@ -55,26 +60,24 @@ class Tokenized:
         return mask
 
     def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
-        """Return the sample with the tokens at ``kept``, int64 (K,), ascending; all tokens of a medium or none."""
-        # ``searchsorted`` returns the new index of a kept token; for a removed one, that of the next kept token.
-        turns = np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2)  # (start, end) of each turn
-        turns = np.maximum(turns, 1)  # nothing predicts the first token, so it is no target
-        has_tokens = turns[:, 0] < turns[:, 1]
-        borders = None
-        if self.borders is not None:
-            borders = np.unique(np.searchsorted(kept, self.borders)).astype(np.int32)
+        """Return the sample with only the tokens at ``kept``, int64 (K,), ascending; all of a medium's or none."""
         return replace(
             self,
             ids=self.ids[kept],
-            turns=np.ascontiguousarray(turns[has_tokens].reshape(-1)),
+            turns=self._kept_turns(kept),
             spans=self._kept_spans(kept),
-            weights=self.weights[kept] if self.weights is not None else None,
-            num_removed=self.num_removed + len(self.ids) - len(kept),
-            borders=borders,
+            weights=None if self.weights is None else self.weights[kept],
+            num_removed=self.original_length - len(kept),
+            borders=None if self.borders is None else np.unique(_moved(self.borders, kept)),
         )
 
+    def _kept_turns(self, kept: npt.NDArray[np.int64]) -> IntArray:
+        turns = _moved(self.turns, kept).reshape(-1, 2)  # (start, end) of each turn
+        turns = np.maximum(turns, 1)  # nothing predicts the first token, so it is no target
+        has_tokens = turns[:, 0] < turns[:, 1]
+        return turns[has_tokens].reshape(-1)
+
     def _kept_spans(self, kept: npt.NDArray[np.int64]) -> list[MediumSpan]:
-        """Return the spans among the tokens at ``kept``, (K,), of the media that are kept."""
         new_starts = np.searchsorted(kept, [span.start for span in self.spans]).tolist()
         return [
             MediumSpan(span.medium, new_start, new_start + span.stop - span.start)
@@ -83,17 +86,20 @@ class Tokenized:
         ]
 
 
-def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
-    """Truncate a sample to ``spec.max_length`` tokens, and label it.
+def _moved(positions: IntArray, kept: npt.NDArray[np.int64]) -> IntArray:
+    """Return positions among the tokens at ``kept``; those of removed tokens move to the next kept one."""
+    return np.searchsorted(kept, positions).astype(np.int32)
 
-    If the media alone fill ``max_length``, ``spec.media_overflow`` decides: ``drop`` and ``raise`` reject the sample,
-    ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else. With ``raise``, each
-    of the two raises a RowError. A sample that had fewer than ``spec.min_length`` tokens is dropped.
+
+def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
+    """Truncate a sample to ``spec.max_length`` tokens, and label it; several samples with the strategy ``split``.
+
+    RowError if the sample is too long and ``spec`` says ``raise``.
     """
     sample = item.sample
-    num_tokens = len(item.ids) + item.num_removed  # before tokens were removed
-    if num_tokens < spec.min_length:
-        return Dropped(sample.source, sample.row, _TOO_SHORT, f"{num_tokens} tokens, minimum {spec.min_length}")
+    if item.original_length < spec.min_length:
+        detail = f"{item.original_length} tokens, minimum {spec.min_length}"
+        return Dropped(sample.source, sample.row, _TOO_SHORT, detail)
     if spec.truncation_strategy == "split":
         return _split(item, spec.max_length)
     if len(item.ids) > spec.max_length:
@@ -109,9 +115,9 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
 
 
 def _shorten(item: Tokenized, spec: EncodeSpec) -> Tokenized | Dropped:
-    """Shorten a sample of more than ``max_length`` tokens; errors and drops as described for ``truncate``."""
+    """Shorten a sample of more than ``max_length`` tokens, or drop it; RowError if the strategy is ``raise``."""
     if spec.truncation_strategy == "raise":
-        drop_too_long(item.sample, spec, str(len(item.ids) + item.num_removed))  # raises RowError
+        drop_too_long(item.sample, spec, str(item.original_length))  # raises RowError
     fitted = _fit_media(item, spec)
     if isinstance(fitted, Dropped) or len(fitted.ids) <= spec.max_length:
         return fitted
@@ -127,7 +133,7 @@ def _shorten(item: Tokenized, spec: EncodeSpec) -> Tokenized | Dropped:
 
 
 def _fit_media(item: Tokenized, spec: EncodeSpec) -> Tokenized | Dropped:
-    """Apply ``media_overflow`` if the media leave no room for text; else return the sample unchanged."""
+    """Remove the oldest media (``media_overflow`` "trim"), drop or raise if the media leave no room for text."""
     # Encoding may have removed tokens before, but from a sample with media only tokens of media.
     num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
     if num_media_tokens < spec.max_length:
