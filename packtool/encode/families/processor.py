@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
@@ -32,6 +32,7 @@ from packtool.encode.families.record import (
     Medium,
     TokenRun,
     Towers,
+    encoded_video,
     pad_ids_of,
     square_side,
 )
@@ -90,7 +91,7 @@ class ProcessorVideos:
     def __init__(self, processor: Any, pad: str, marks: Sequence[str] = ()) -> None:
         self._processor, self._pad = processor, pad
         self._special = special_tokens(processor, marks)
-        self._segments_and_grid = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
+        self._process_once = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -106,32 +107,29 @@ class ProcessorVideos:
 
         row_fps = self._row_fps(ref)
         size = measure_video(ref)
-        first, num_frames = 0, size.num_frames
+        first_frame, num_frames = 0, size.num_frames
         try:
             if ref.clip is not None:
-                first, num_frames = clip_frames(ref.clip, num_frames, size.fps)
-            indices = tuple(first + index for index in self._frame_indices(ref, num_frames, size.fps, row_fps))
-            segments, grid = self._segments_and_grid(size.height, size.width, num_frames, size.fps, indices)
+                first_frame, num_frames = clip_frames(ref.clip, num_frames, size.fps)
+            sampled = self._frame_indices(ref, num_frames, size.fps, row_fps)  # among the frames of the clip
+            indices = tuple(first_frame + index for index in sampled)
+            segments, grid = self._process_once(size.height, size.width, num_frames, size.fps, indices)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             detail = f"{label(ref)}: the model's processor cannot process it: {error}"
             raise MediaProblem("media_size", detail) from error
-        num_steps = grid[0] if grid else len(indices)  # along the grid's axis of time; without a grid, of frames
-        return EncodedVideo(
-            path=ref.path,
-            data=ref.data,
-            frames=tuple((frame.path, frame.data) for frame in ref.frames),
-            height=size.height,
-            width=size.width,
+        num_time_steps = grid[0] if grid else len(indices)
+        return encoded_video(
+            ref,
+            size,
             num_frames=num_frames,
-            fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=num_frames / size.fps / num_steps,
+            seconds_per_grid=num_frames / size.fps / num_time_steps,
             num_tokens=_token_counts(segments)[self._pad],
         )
 
     def _row_fps(self, ref: MediaRef) -> float | None:
-        """Return the frames per second that a row asks for; MediaProblem for other limits, and if they are ignored."""
+        """Return the frames per second that a row wants sampled; MediaProblem for any limit that has no effect."""
         names = [name for name, _ in ref.limits]
         if not names:
             return None
@@ -155,7 +153,8 @@ class ProcessorVideos:
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
-        return self._segments_and_grid(video.height, video.width, video.num_frames, video.fps, video.indices)[0]
+        segments, _ = self._process_once(video.height, video.width, video.num_frames, video.fps, video.indices)
+        return segments
 
     def _sample_frames(self, num_frames: int, fps: float, row_fps: float | None = None) -> tuple[int, ...]:
         """Return the indexes of frames sampled by the processor's settings, or at ``row_fps`` frames per second."""
@@ -250,6 +249,7 @@ _PROBE = "packtoolquestion"
 _PROBE_SIZE = (64, 96)
 _NUM_PROBES = 12
 """Pictures in the test for numbered pictures; some numbers have two digits."""
+_DEFAULT_PATCH_SIDE = 14  # of CLIP's towers, in pixels
 
 
 class ProcessorFamily(MediaEncoding):
@@ -262,40 +262,36 @@ class ProcessorFamily(MediaEncoding):
         pad_id = pad_ids_of(files.config).get("image")
         self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
         self._family = family
-        self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", 14)
-        self._segments_and_grid = cache(self._process_single)
-        # The processor writes the pictures of a row like a single one, or with their numbers, or otherwise.
-        single_picture, _ = self._segments_and_grid(*_PROBE_SIZE)
-        two_pictures, _ = self._process([_PROBE_SIZE] * 2)
-        is_repeated = two_pictures == [single_picture] * 2
-        self._is_numbered = not is_repeated and self._numbers_pictures(single_picture)
-        self.one_picture_only = not is_repeated and not self._is_numbered
-        self._videos = self._make_videos()
-        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
+        self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", _DEFAULT_PATCH_SIDE)
+        self._process_once = cache(self._process_picture)
+        single_picture, _ = self._process_once(*_PROBE_SIZE)
+        row_form = self._row_form(single_picture)
+        self._is_numbered = row_form == "numbered"
+        self.one_picture_only = row_form == "unknown"
         self.warnings = (
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
         )
+        placeholders: dict[str, MediaKind] = {str(processor.image_token): "image"}
+        self._videos = self._make_videos()
+        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
         if self._videos is not None:
             self.warnings += self._videos.warnings
-        kind_by_placeholder = self._kind_by_placeholder()
+            placeholders[str(processor.video_token)] = "video"
         picture_tokens = [segment.token for segment in single_picture if not isinstance(segment, str)]
-        distinct_tokens = dict.fromkeys([str(processor.image_token), *picture_tokens, *kind_by_placeholder])
+        distinct_tokens = dict.fromkeys([str(processor.image_token), *picture_tokens, *placeholders])
         self.control_tokens = tuple(distinct_tokens)
         self.content_as_list = _accepts_content_lists(files)
-        self.placeholders = kind_by_placeholder if self.content_as_list else {}
+        self.placeholders = placeholders if self.content_as_list else {}
 
-    def _kind_by_placeholder(self) -> dict[str, MediaKind]:
-        """Return the tokens that stand for a picture and, if they are supported, a video."""
-        kinds: dict[str, MediaKind] = {str(self._processor.image_token): "image"}
-        if self._videos is not None:
-            kinds[str(self._processor.video_token)] = "video"
-        return kinds
-
-    def _numbers_pictures(self, single: list[MediaSegment]) -> bool:
-        """Return whether the processor writes the pictures of a row like a ``single`` one, but numbered."""
-        segments_by_picture, _ = self._process([_PROBE_SIZE] * _NUM_PROBES)
-        return segments_by_picture == [_numbered(single, number) for number in range(_NUM_PROBES)]
+    def _row_form(self, single: list[MediaSegment]) -> Literal["repeated", "numbered", "unknown"]:
+        """Return how the processor writes the pictures of a row, each compared with a ``single`` picture."""
+        two_pictures, _ = self._process([_PROBE_SIZE] * 2)
+        if two_pictures == [single] * 2:
+            return "repeated"
+        many_pictures, _ = self._process([_PROBE_SIZE] * _NUM_PROBES)
+        is_numbered = many_pictures == [_numbered(single, number) for number in range(_NUM_PROBES)]
+        return "numbered" if is_numbered else "unknown"
 
     def _make_videos(self) -> ProcessorVideos | None:
         """Return the encoding of videos; None if the family, the processor or the tokenizer does not support them."""
@@ -321,7 +317,7 @@ class ProcessorFamily(MediaEncoding):
         refuse_row_limits(ref)
         height, width = measure_image(ref)
         try:
-            segments, grid = self._segments_and_grid(height, width)
+            segments, grid = self._process_once(height, width)
         except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
             detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
             raise MediaProblem("media_size", detail) from error
@@ -335,10 +331,10 @@ class ProcessorFamily(MediaEncoding):
             assert self._videos is not None, "it was measured"
             return self._videos.segments(medium)
         assert isinstance(medium, EncodedImage), "nothing else is measured"
-        segments, _ = self._segments_and_grid(medium.height, medium.width)
+        segments, _ = self._process_once(medium.height, medium.width)
         return _numbered(segments, number) if self._is_numbered else segments
 
-    def _process_single(self, height: int, width: int) -> tuple[list[MediaSegment], tuple[int, ...]]:
+    def _process_picture(self, height: int, width: int) -> tuple[list[MediaSegment], tuple[int, ...]]:
         """Return the tokens of a picture of this size, and its grid (``EncodedImage.grid``)."""
         (segments,), outputs = self._process([(height, width)])
         return segments, _tower_grid(outputs, self._patch_side) if self._family.processor_inputs else ()
@@ -426,6 +422,20 @@ def _accepts_content_lists(files: ModelFiles) -> bool:
     return _PROBE in rendered and "'text'" not in rendered
 
 
+# Layers of the projector from the vision tower to the text model: the input and output width of each (``Family``).
+_PLAIN = ("tower text", "text text")
+_MERGED = ("merged text", "text text")
+_PIXTRAL = ("merged tower", "tower text", "text text")
+_SWIGLU = ("merged aligned", "gated text")
+
+
+# Layers of the projector from the vision tower to the text model: the input and output width of each (``Family``).
+_PLAIN = ("tower text", "text text")
+_MERGED = ("merged text", "text text")
+_PIXTRAL = ("merged tower", "tower text", "text text")
+_SWIGLU = ("merged aligned", "gated text")
+
+
 def _family(
     title: str,
     *model_types: str,
@@ -433,7 +443,7 @@ def _family(
     vision: str = "model.vision_tower",
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
     no_videos: str = "this model does not support videos",
-    projector: tuple[str, ...] = ("tower text", "text text"),
+    projector: tuple[str, ...] = _PLAIN,
     unused: tuple[str, ...] = (),
     **other_fields: Any,
 ) -> Family:
@@ -442,24 +452,22 @@ def _family(
     ``inputs``: outputs of the processor for pictures that the model takes in addition to ``pixel_values``;
     ``no_videos``: why videos are refused, "" if they are not. Other arguments are fields of ``Family`` and ``Towers``.
     """
+    takes_videos = not no_videos
     return Family(
         title=title,
         model_types=model_types,
         encoding=ProcessorFamily,
         no_videos=no_videos,
-        kinds=("image",) if no_videos else ("image", "video"),
+        kinds=("image", "video") if takes_videos else ("image",),
         towers=Towers(vision=(vision,), aligner=aligner, unused=unused),
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
-        videos_as_pictures=not no_videos,
+        videos_as_pictures=takes_videos,
         projector=projector,
         **other_fields,
     )
 
 
-_MERGED = ("merged text", "text text")
-_PIXTRAL = ("merged tower", "tower text", "text text")
-_SWIGLU = ("merged aligned", "gated text")
 # ``image_newline`` is a trained vector at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
 _APART = "the model encodes videos by a function of its own, which packtool does not call"

@@ -30,6 +30,7 @@ from packtool.encode.families.record import (
     TokenRun,
     Towers,
     VideoLimits,
+    encoded_video,
     image_limits_of,
     video_limits_of,
 )
@@ -354,14 +355,10 @@ class QwenVL(MediaEncoding):
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
         sampled_fps = self._sampled_fps(num_frames, size.fps, len(indices), limits)
-        return EncodedVideo(
-            path=ref.path,
-            data=ref.data,
-            frames=tuple((frame.path, frame.data) for frame in ref.frames),
-            height=size.height,
-            width=size.width,
+        return encoded_video(
+            ref,
+            size,
             num_frames=num_frames,
-            fps=size.fps,
             indices=indices,
             grid=grid,
             seconds_per_grid=limits.temporal_patch_size / sampled_fps,
@@ -432,15 +429,11 @@ def _sample_video_or_clip(
 def _find_bounds(
     grid_of: Callable[[Bounds], Grid], grid: Grid, default_bounds: Bounds, pixels_per_patch: int
 ) -> Bounds:
-    """Find (min, max) pixels with which ``grid_of`` returns ``grid``: the default bounds, no bounds, or others.
-
-    Others are found by bisection, since both sides of the grid grow with the bounds: first a maximum that makes the
-    medium smaller than without bounds, then a minimum that makes it larger.
+    """Find (min, max) pixels with which ``grid_of`` returns ``grid``; ``default_bounds`` if they do, or if none do.
 
     Args:
         grid_of: returns the grid of a medium at some bounds; raises ValueError if it cannot be resized to them.
-        default_bounds: also returned if no bounds give the grid: then loading reports that the medium has changed.
-        pixels_per_patch: pixels of a patch of one frame, in the unit of the bounds.
+        pixels_per_patch: of one frame, or of all frames if the bounds are for all together.
     """
     if _grid_or_none(grid_of, default_bounds) == grid:
         return default_bounds
@@ -448,15 +441,15 @@ def _find_bounds(
     if unbounded_grid == grid:
         return _UNBOUNDED
     no_min, no_max = _UNBOUNDED
-    largest_max, smallest_min = no_max, no_min
-    if unbounded_grid is not None:
-        _, height, width = unbounded_grid
-        num_pixels = height * width * pixels_per_patch
-        largest_max, smallest_min = num_pixels - 1, num_pixels + 1  # other bounds have no effect
-    max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (no_min, pixels)), grid, no_min, largest_max)
+    max_below, min_above = no_max, no_min
+    if unbounded_grid is not None:  # only bounds that exclude its size have an effect
+        num_pixels = math.prod(unbounded_grid[1:]) * pixels_per_patch
+        max_below, min_above = num_pixels - 1, num_pixels + 1
+    # A lower maximum makes the medium smaller, a higher minimum larger.
+    max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (no_min, pixels)), grid, no_min, max_below)
     if max_pixels is not None:
         return no_min, max_pixels
-    min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, no_max)), grid, smallest_min, no_max)
+    min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, no_max)), grid, min_above, no_max)
     return default_bounds if min_pixels is None else (min_pixels, no_max)
 
 

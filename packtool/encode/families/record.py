@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from packtool.config.data import MediaOptions
 from packtool.config.model import ModelPart
@@ -18,6 +18,9 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.model_files import ModelFiles
 from packtool.media.files import MediaProblem
 from packtool.rows.sample import MediaKind, MediaRef
+
+if TYPE_CHECKING:
+    from packtool.media.video import VideoSize  # which imports PyAV
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 
@@ -424,6 +427,12 @@ def pad_ids_of(config: Mapping[str, Any]) -> dict[MediaKind, int]:
     kinds: tuple[MediaKind, ...] = ("image", "video", "audio")
     names = [(kind, f"{kind}_token_{suffix}") for kind in kinds for suffix in ("index", "id")]
     return {kind: int(config[name]) for kind, name in names if config.get(name) is not None}
+
+
+def encoded_video(ref: MediaRef, size: VideoSize, **fields: Any) -> EncodedVideo:
+    """Return a measured video; ``fields`` are those that its sampling determines."""
+    frames = tuple((frame.path, frame.data) for frame in ref.frames)
+    return EncodedVideo(ref.path, ref.data, frames, height=size.height, width=size.width, fps=size.fps, **fields)
 
 
 def _is_under(name: str, prefixes: Iterable[str]) -> bool:
