@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import main as torchrun
 
@@ -51,6 +51,7 @@ _SILENT_SECONDS = 5.0
 _STORE_SECONDS = 3.0
 _FIRST_LINE_SECONDS, _MAX_LINE_SECONDS = 5.0, 60.0
 _GRACE_SECONDS = 30.0  # within which ranks should notice that another node has ended
+_KILL_SECONDS = 30.0  # after SIGTERM
 _LEAVE_SECONDS = 10.0
 _OPTION = "--ddp-timeout"
 
@@ -131,37 +132,47 @@ class LauncherGroup:
     Args:
         num_nodes, rank: number of machines, and 0-based number of this one.
         address, port: of the store of node 0.
-        limit: seconds to wait for other machines.
+        max_wait_seconds: for other machines, at the start or after a failure.
     """
 
-    def __init__(self, num_nodes: int, rank: int, per_node: int, address: str, port: int, *, limit: float) -> None:
+    def __init__(
+        self, num_nodes: int, rank: int, per_node: int, address: str, port: int, *, max_wait_seconds: float
+    ) -> None:
         self.num_nodes = num_nodes
         self.rank = rank
-        self.limit = limit
+        self.max_wait_seconds = max_wait_seconds
         self.address, self.port = address, port
         self.store_address = f"{address}:{port}"
-        # This machine's record: "processes" are its NNODES and NPROC_PER_NODE, "beat" counts the writes, so that others
-        # notice when they stop, and "end" will have the exit code.
-        self._record: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
-        self._record |= {"processes": [num_nodes, per_node], "beat": 0, "end": None}
-        self._store: TCPStore | None = None  # None while disconnected
-        self._store_error = "not connected yet"
-        self._port_error: ConfigError | None = None
-        # What node 0 publishes: the launchers' records by node rank, and once all have met, their ids by node rank.
+        self._record: dict[str, Any] = {
+            "id": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "processes": [num_nodes, per_node],
+            "beat": 0,  # number of writes: a machine whose beat stops is dead or disconnected
+            "end": None,  # at the end: exit code and reason
+        }
+        # Published by node 0: all records by node rank, and once all launchers are there, the ids of this run's.
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
-        # On node 0, by node rank: id and beat of the last record, and the time when they changed.
-        self._seen: dict[str, tuple[tuple[str, int], float]] = {}
         self._have_all_met = threading.Event()
         self._is_leaving = threading.Event()
-        self._failure_seen_at: float | None = None  # time since which another machine has failed
-        self._serves_store = False
-        self._has_started_ranks = False
-        self._begin = time.monotonic()
-        self._waiting_since: float | None = self._begin  # for another machine; None without a wait
-        self._line_interval = _FIRST_LINE_SECONDS  # between two lines about the wait
-        self._next_line_at = self._begin + self._line_interval
-        self._last_status = ""  # the last printed one
         self._thread = threading.Thread(target=self._exchange_until_leaving, daemon=True)
+        self._begin = time.monotonic()
+
+        # The connection to the store:
+        self._store: TCPStore | None = None  # None while disconnected
+        self._store_error = "not connected yet"
+        self._port_error: ConfigError | None = None  # on node 0, if the port is in use
+        self._serves_store = False
+        self._last_beats: dict[str, tuple[str, int]] = {}  # on node 0, by node rank: id and beat
+        self._beat_times: dict[str, float] = {}  # when they changed
+
+        # Failures of other machines, and lines about waiting for them:
+        self._failure_seen_at: float | None = None
+        self._has_started_ranks = False
+        self._waiting_since: float | None = self._begin  # None without a wait
+        self._line_interval = _FIRST_LINE_SECONDS
+        self._next_line_at = self._begin + self._line_interval
+        self._printed_status = ""
 
     @property
     def title(self) -> str:
@@ -174,7 +185,7 @@ class LauncherGroup:
         while not self._have_all_met.wait(0.1):
             if self._port_error:
                 raise self._port_error
-            if time.monotonic() - self._begin > self.limit:
+            if time.monotonic() - self._begin > self.max_wait_seconds:
                 raise self.failure()
         show(f"{self.title}: {_names_of_ranks(self.rank, self._record)}, master {self.store_address}", error=True)
 
@@ -182,40 +193,43 @@ class LauncherGroup:
         """Return the error of a launcher that gives up: the event that it waits for, or else ``reason``, and causes."""
         causes = (
             "Every machine needs the same NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its "
-            f"own; a firewall may block port {self.port}. {_OPTION} sets the limit, now {self.limit:g} s."
+            f"own; a firewall may block port {self.port}. {_OPTION} sets the limit, now {self.max_wait_seconds:g} s."
         )
         if self._store is None:
             causes = "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine? " + causes
         return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._status() or reason}", causes)
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Publish this machine's exit code, and wait until the others have read it.
+        """Publish this machine's exit code and the reason of its failure, and wait until the others have read them.
 
-        ``reason`` is the cause of a failure of this machine; "" if it is unknown. Then another machine may have failed
-        first, and this launcher waits for the exit codes of the others and prints which machines failed.
+        A failure without a reason may follow that of another machine, which is then printed.
         """
         self._is_leaving.set()
         self._thread.join()
         if not self._have_all_met.is_set():
             return
         self._record["end"] = {"code": code, "reason": reason}
-        is_cause_unknown = code == EXIT_UNEXPECTED and not reason
+        needs_cause = code == EXIT_UNEXPECTED and not reason
         deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline:
             self._exchange()
-            failures, others = self._failures(), self._other_nodes()
-            num_succeeded = sum(bool(record["end"]) and not record["end"]["code"] for _, record in others)
-            # The store ends with node 0, so this has to be the last one.
-            is_needed = self.rank == 0 and len(failures) + num_succeeded < self.num_nodes - 1
-            if not is_needed and (failures or not is_cause_unknown):
+            is_cause_found = bool(self._failures()) or not needs_cause
+            if is_cause_found and not self._is_store_needed():
                 break
             time.sleep(_BEAT_SECONDS / 2)
-        if is_cause_unknown:
+        if needs_cause:
             for failure in self._failures().values():
-                if failure not in self._last_status:  # not printed yet
+                is_printed = failure in self._printed_status
+                if not is_printed:
                     show(f"{self.title}: {failure}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
+
+    def _is_store_needed(self) -> bool:
+        """Return whether this is node 0, which serves the store, and another launcher is still running."""
+        num_succeeded = sum(_exit_code(record) == 0 for _, record in self._other_nodes())
+        num_others = self.num_nodes - 1
+        return self.rank == 0 and num_succeeded + len(self._failures()) < num_others
 
     def _exchange_until_leaving(self) -> None:
         """Exchange records every second until ``leave`` is called; runs in a thread."""
@@ -226,9 +240,8 @@ class LauncherGroup:
                 self._end_stuck_ranks()
 
     def _exchange(self) -> None:
-        """Write this machine's record and read those of the others; connect to the store if necessary.
+        """Write this machine's record and update ``_state``; node 0 also publishes it.
 
-        Each machine writes its record. Node 0 reads all records and publishes them as one state, which the others read.
         An error of the store is kept in ``_store_error``, and the next call connects again.
         """
         try:
@@ -236,7 +249,7 @@ class LauncherGroup:
             self._record["beat"] += 1
             store.set(f"{_RECORD_KEY}{self.rank}", json.dumps(self._record))
             if self.rank == 0:
-                self._read_records(store)  # into ``_state``
+                self._update_state(store)
                 store.set(_STATE_KEY, json.dumps(self._state))
             elif store.check([_STATE_KEY]):
                 self._state = load_json(store.get(_STATE_KEY))
@@ -246,11 +259,10 @@ class LauncherGroup:
             message = getattr(error, "strerror", None) or str(error)
             self._store_error = message.splitlines()[0]
             return
-        self._update_have_all_met()
+        self._check_met_launchers()
 
-    def _update_have_all_met(self) -> None:
+    def _check_met_launchers(self) -> None:
         """Notice that all launchers have met, or that afterwards another run has taken the address."""
-        # Once all have met, the state has the ids of this run's launchers: this one's, unless another run has the port.
         id_by_node = self._state["met"] or {}
         if id_by_node.get(str(self.rank)) == self._record["id"]:
             self._have_all_met.set()
@@ -259,46 +271,52 @@ class LauncherGroup:
             self._store_error = "another run uses this address now"
 
     def _connect(self) -> TCPStore:
-        """Connect to the store of node 0; the first time on node 0, create it, or set ``_port_error`` if that fails.
+        """Connect to the store of node 0, which creates it with its first connection.
 
-        Before that, try plain sockets: if the port is in use or nobody answers, torch would print a stack trace.
+        Plain sockets try the address before: if the port is in use or nobody answers, torch would print a stack trace.
         """
         is_server = self.rank == 0
         with contextlib.ExitStack() as sockets:
-            try:
-                if is_server and not self._serves_store:
-                    sockets.enter_context(socket.create_server(("", self.port)))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    self._port_error = ConfigError(
-                        f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
-                        "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
-                    )
-                raise
+            if is_server and not self._serves_store:
+                sockets.enter_context(self._listen())
             sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
         self._serves_store = is_server
         timeout = timedelta(seconds=_STORE_SECONDS)
         options = {"wait_for_workers": False, "multi_tenant": True}  # torchrun shares this server
         return TCPStore(self.address, self.port, is_master=is_server, timeout=timeout, **options)
 
-    def _read_records(self, store: TCPStore) -> None:
-        """Read all records into ``_state``, on node 0. Once all launchers are live with equal settings, the run begins.
+    def _listen(self) -> socket.socket:
+        """Listen on the store's port; if it is in use, set ``_port_error`` and raise an OSError."""
+        try:
+            return socket.create_server(("", self.port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                self._port_error = ConfigError(
+                    f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
+                    "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
+                )
+            raise
 
-        ``_state["met"]`` then has their ids, which stay the same. A record's ``beat`` counts its updates; ``silent`` is
-        the time since the last one in seconds.
-        """
-        nodes, now = {}, time.monotonic()
+    def _update_state(self, store: TCPStore) -> None:
+        """Read all records on node 0; once all launchers are live with equal settings, the run begins with these."""
+        nodes = {}
         for rank in map(str, range(self.num_nodes)):
             if store.check([_RECORD_KEY + rank]):
                 record = load_json(store.get(_RECORD_KEY + rank))
-                id_and_beat = record["id"], record["beat"]
-                if rank not in self._seen or self._seen[rank][0] != id_and_beat:
-                    self._seen[rank] = id_and_beat, now
-                _, changed_at = self._seen[rank]
-                nodes[rank] = record | {"silent": now - changed_at}
+                nodes[rank] = record | {"silent": self._silent_seconds(rank, record)}
         self._state["nodes"] = nodes
-        if self._state["met"] is None and not self._missing_nodes() and not self._unequal_settings():
+        has_begun = self._state["met"] is not None
+        if not has_begun and not self._missing_nodes() and not self._unequal_settings():
             self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
+
+    def _silent_seconds(self, rank: str, record: dict[str, Any]) -> float:
+        """Return the seconds since a machine has written its record."""
+        now = time.monotonic()
+        beat = record["id"], record["beat"]
+        if self._last_beats.get(rank) != beat:
+            self._last_beats[rank] = beat
+            self._beat_times[rank] = now
+        return now - self._beat_times[rank]
 
     def _missing_nodes(self) -> list[int]:
         """Return the numbers of the machines without a live launcher."""
@@ -330,8 +348,8 @@ class LauncherGroup:
             name = f"node {rank} ({record['host']}, {_names_of_ranks(int(rank), record)})"
             if record["id"] != self._state["met"][rank]:
                 failures[rank] = f"{name} was started again"
-            elif record["end"] and record["end"]["code"]:
-                failures[rank] = f"{name} failed with exit code {record['end']['code']}"
+            elif _exit_code(record):
+                failures[rank] = f"{name} failed with exit code {_exit_code(record)}"
                 failures[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
             elif not record["end"] and record["silent"] >= _SILENT_SECONDS:
                 failures[rank] = f"{name} has not answered for {record['silent']:.0f} s: killed, or disconnected"
@@ -368,14 +386,12 @@ class LauncherGroup:
             self._line_interval = min(2 * self._line_interval, _MAX_LINE_SECONDS)
             self._next_line_at = now + self._line_interval
             seconds = now - self._waiting_since
-            show(f"{self.title}: {status} ({seconds:.0f} s of at most {self.limit:g}: {_OPTION})", error=True)
-            self._last_status = status
+            limit = f"{seconds:.0f} s of at most {self.max_wait_seconds:g}: {_OPTION}"
+            show(f"{self.title}: {status} ({limit})", error=True)
+            self._printed_status = status
 
     def _end_stuck_ranks(self) -> None:
-        """End this machine's ranks some time after another machine has failed, if they do not end themselves.
-
-        If no ranks were started yet, the launcher exits, because its main thread may be waiting inside torch's store.
-        """
+        """End this machine's ranks some time after another machine has failed, if they do not end themselves."""
         now = time.monotonic()
         has_ranks = any(_ranks())
         self._has_started_ranks |= has_ranks
@@ -384,17 +400,23 @@ class LauncherGroup:
             return
         if self._failure_seen_at is None:
             self._failure_seen_at = now
-        if self._has_started_ranks and not has_ranks:
-            return  # they have ended, and torchrun is about to return
-        # A machine that only does not answer may come back, so that ranks may continue; one with an exit code does not.
-        has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
-        is_final = has_exit_code or not has_ranks
-        deadline = self._failure_seen_at + (min(_GRACE_SECONDS, self.limit) if is_final else self.limit)
-        if now >= deadline and has_ranks:
-            _signal_ranks(signal.SIGTERM if now < deadline + _GRACE_SECONDS else signal.SIGKILL)
-        elif now >= deadline:
+        patience = self.max_wait_seconds
+        # A machine that only does not answer may come back, so that the ranks can go on; one with an exit code may not.
+        if not has_ranks or any(_exit_code(record) for _, record in self._other_nodes()):
+            patience = min(_GRACE_SECONDS, patience)
+        deadline = self._failure_seen_at + patience
+        if now < deadline:
+            return
+        if has_ranks:
+            _signal_ranks(signal.SIGTERM if now < deadline + _KILL_SECONDS else signal.SIGKILL)
+        elif not self._has_started_ranks:  # the main thread may be waiting inside torch's store
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
+
+
+def _exit_code(record: dict[str, Any]) -> int | None:
+    """Return the exit code in a launcher's record; None while it runs."""
+    return record["end"]["code"] if record["end"] else None
 
 
 def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
@@ -440,10 +462,10 @@ def _launcher_group(arguments: Sequence[str]) -> LauncherGroup | None:
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
     if num_nodes == 1:
         return None
-    limit = float(options.rdzv_conf.removeprefix("timeout="))  # as ``launch_command`` writes it
+    max_wait_seconds = float(options.rdzv_conf.removeprefix("timeout="))  # as ``launch_command`` writes it
     per_node = int(options.nproc_per_node)
     address, port = options.master_addr, options.master_port
-    return LauncherGroup(num_nodes, options.node_rank, per_node, address, port, limit=limit)
+    return LauncherGroup(num_nodes, options.node_rank, per_node, address, port, max_wait_seconds=max_wait_seconds)
 
 
 def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str]:
@@ -451,27 +473,30 @@ def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[in
     try:
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        # If a rank was killed, the others fail too, and torchrun may notice one of them first: take the killed one.
-        for failed_rank, rank_failure in error.failures.items():
-            if rank_failure.exitcode < 0 and rank_failure.exitcode != -signal.SIGTERM:
-                rank, failure = failed_rank, rank_failure
-        code = int(failure.exitcode)
-        signal_of_rank = -code if code < 0 else 0  # 0 for none, as in the next line
-        forwarded_signal = forwarder.received
-        # It has ended a rank, or the rank has exited with 128 + its number.
-        if forwarded_signal and forwarded_signal in (signal_of_rank, code - _SIGNAL_BASE):
-            return _SIGNAL_BASE + forwarded_signal, signal.Signals(forwarded_signal).name
-        if not signal_of_rank:
-            return (code if code > 0 else EXIT_UNEXPECTED), ""
-        # The killed rank could not print anything.
-        name = signal.Signals(signal_of_rank).name
-        reason = f"rank {rank} (process {failure.pid}) was ended by {name}"
-        reason += " (out of memory?)" if name == "SIGKILL" else ""
-        advice = "--resume-from-checkpoint true resumes from the newest checkpoint, if there is one."
-        show(f"packtool: {reason}; all others were stopped.\n{advice}", error=True)
-        return _SIGNAL_BASE + signal_of_rank, reason
-    return 0, ""
+        rank, failure = _first_failure(error)
+    else:
+        return 0, ""
+    code = int(failure.exitcode)  # negative if a signal ended the rank
+    forwarded = forwarder.received
+    if forwarded and code in (-forwarded, _SIGNAL_BASE + forwarded):
+        return _SIGNAL_BASE + forwarded, signal.Signals(forwarded).name
+    if code > 0:
+        return code, ""
+    name = signal.Signals(-code).name
+    reason = f"rank {rank} (process {failure.pid}) was ended by {name}"
+    if name == "SIGKILL":
+        reason += " (out of memory?)"
+    advice = "--resume-from-checkpoint true resumes from the newest checkpoint, if there is one."
+    show(f"packtool: {reason}; all others were stopped.\n{advice}", error=True)
+    return _SIGNAL_BASE - code, reason
+
+
+def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Return number and failure of a killed rank, or else of the rank that failed first."""
+    # If a rank is killed, the others fail too, and torchrun may notice one of them first.
+    sigterm = -signal.SIGTERM
+    killed = [(rank, each) for rank, each in error.failures.items() if each.exitcode < 0 and each.exitcode != sigterm]
+    return killed[-1] if killed else error.get_first_failure()
 
 
 def run_launcher(arguments: Sequence[str]) -> int:

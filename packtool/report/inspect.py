@@ -222,35 +222,42 @@ class Decoder:
         return parts
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
-        """Yield the parts of a sample that were not truncated: a medium each, or text of one style and weight."""
-        pending_media: dict[str, list[Medium]] = {  # media of each kind that were not yielded yet
+        """Yield the stored parts of a sample: a medium each, or text of one style and weight."""
+        pending_media: dict[str, list[Medium]] = {
             "image": [*sample.images],
             "video": [*sample.videos],
             "audio": [*sample.audios],
         }
-        # For each token, the kind of media that it is a placeholder of; None for text.
+        # Of each token, the kind of media that it is a placeholder of; None for text.
         kinds = [self._media_kinds.get(token) for token in sample.input_ids.tolist()]
-        is_trained = sample.labels != IGNORE_INDEX
-        weights = np.where(is_trained, 1.0 if sample.loss_scale is None else sample.loss_scale, 1.0)
-        styles = list(zip(is_trained.tolist(), weights.tolist(), strict=True))
-        start = 0  # the first token that was not yielded yet
+        styles = _styles(sample)
+        start = 0
         while start < sample.length:
             kind = _kind_of_medium(kinds, start, pending_media["video"])
-            if kind is not None and pending_media[kind]:  # placeholder tokens without a medium are shown as text
+            if kind is not None and pending_media[kind]:
                 medium = pending_media[kind].pop(0)
                 yield Part("media", medium_text(medium), medium=medium)
                 start = _end_of_medium(kinds, start, medium)
             else:
+                # Placeholder tokens without a medium are shown as text.
                 end = _end_of_text(kinds, start, styles)
                 text = self._tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
-                text_is_trained, weight = styles[start]
-                yield Part("trained" if text_is_trained else "plain", text, weight)
+                style, weight = styles[start]
+                yield Part(style, text, weight)
                 start = end
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
         is_complete = not sample.num_truncated
         return regions_of(text, sample.images, self._box_form, self._image_limits, is_complete)
+
+
+def _styles(sample: EncodedSample) -> list[tuple[Style, float]]:
+    """Return the style and loss weight of each token as text."""
+    weights = [1.0] * sample.length if sample.loss_scale is None else sample.loss_scale.tolist()
+    targets = (sample.labels != IGNORE_INDEX).tolist()
+    pairs = zip(targets, weights, strict=True)
+    return [("trained", weight) if is_target else ("plain", 1.0) for is_target, weight in pairs]
 
 
 def _kind_of_medium(kinds: Sequence[str | None], start: int, pending_videos: Sequence[Medium]) -> str | None:
@@ -280,8 +287,8 @@ def _end_of_medium(kinds: Sequence[str | None], start: int, medium: Medium) -> i
     return end
 
 
-def _end_of_text(kinds: Sequence[str | None], start: int, styles: Sequence[tuple[bool, float]]) -> int:
-    """Return the end of the tokens from ``start`` on that are text, and equally trained with equal weights."""
+def _end_of_text(kinds: Sequence[str | None], start: int, styles: Sequence[tuple[Style, float]]) -> int:
+    """Return the end of the text tokens from ``start`` on that have one style and weight."""
     end = start + 1
     while end < len(kinds) and kinds[end] is None and styles[end] == styles[start]:
         end += 1
@@ -365,14 +372,13 @@ def damage_lines(figures: Figures) -> Iterator[str]:
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
     """Describe a pack of a saved plan as a tree of shared prefixes and samples.
 
-    ``plan`` is the path of the plan. ``model`` is the directory of the model, by default the one that the cache was
-    exported with; it is read only to locate media in shared prefixes.
+    Args:
+        plan: path of the plan.
+        model: directory of the model, by default that of the export; only read to locate media in shared prefixes.
 
     Returns:
-        figures of the pack; ``tokens_without`` is its number of tokens if no prefix were shared. ``prefixes`` lists its
-        shared prefixes, ``samples`` the tokens that each sample adds to these. An entry has ``start`` and ``end``, the
-        range of its tokens in the pack; the first and last of their ``positions`` in each of its samples; the number of
-        the ``prefix`` that it continues, or None; and the ``trained`` ranges of tokens in the pack.
+        figures of the pack. ``tokens_without``: its tokens if nothing were shared. ``prefixes``: its shared prefixes.
+        ``samples``: the tokens that each sample adds to these. The entries of both are those of ``_branch_figures``.
     """
     reader = CacheReader.open([directory])
     saved_plan = read_plan_of(reader, plan)
@@ -383,7 +389,8 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     samples = [reader.sample(number) for number in sample_numbers]
     media_tokens = None
     has_prefixes = any(branch.num_samples > 1 for branch in branches)
-    if has_prefixes and any(sample.media for sample in samples):
+    has_media = any(sample.media for sample in samples)
+    if has_prefixes and has_media:
         media_tokens = MediaTokens.of(model_of_cache(reader, model).config)
     prefixes, sample_figures = _branch_figures(branches, sample_numbers, samples, media_tokens)
     return {
@@ -409,33 +416,36 @@ def _branch_figures(
     samples: Sequence[EncodedSample],
     media_tokens: MediaTokens | None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return figures of the shared prefixes, and of the tokens that each sample adds to them, in the order of the pack.
+    """Return figures of the shared prefixes of a pack, and of the tokens that each sample adds to them.
+
+    ``start`` and ``end`` are the range of a branch's tokens in the pack, ``positions`` the first and the last in each
+    of its samples, ``prefix`` the number of the prefix before it or None, ``trained`` the ranges of trained tokens.
 
     Args:
-        branches: the branches of the pack, parents first: shared prefixes, and the tokens that a single sample adds.
+        branches: parents first; a branch of several samples is a shared prefix.
         media_tokens: locates media in samples; None if no sample is divided into branches, or none has media.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []
-    # Number of the prefix by the index of its branch; NOTHING is the parent of branches that continue no prefix.
-    prefix_numbers: dict[int, int | None] = {NOTHING: None}
-    pack_start = 0  # position of the branch in the pack; ``branch.start`` is that in each of its samples
+    prefix_numbers: dict[int, int | None] = {NOTHING: None}  # by the index of the branch; NOTHING: no parent
+    pack_start = 0
     for index, branch in enumerate(branches):
         branch_samples = samples[branch.first_sample : branch.stop_sample]
+        branch_numbers = sample_numbers[branch.first_sample : branch.stop_sample]
+        media = _media_of_branch(branch, branch_samples[0], media_tokens)
         figures = {
             "start": pack_start,
             "end": pack_start + branch.num_tokens,
             "positions": [branch.start, branch.stop - 1],
             "prefix": prefix_numbers[branch.parent],
             "trained": _trained_ranges(branch, branch_samples, pack_start),
-            "media": list(map(medium_text, _media_of_branch(branch, branch_samples[0], media_tokens))),
+            "media": [medium_text(medium) for medium in media],
         }
         if branch.num_samples > 1:
             prefix_numbers[index] = len(prefixes)
-            prefixes.append({"samples": list(sample_numbers[branch.first_sample : branch.stop_sample]), **figures})
+            prefixes.append({"samples": list(branch_numbers), **figures})
         else:
-            origin = _origin_figures(sample_numbers[branch.first_sample], branch_samples[0])
-            sample_figures.append({**origin, **figures})
+            sample_figures.append({**_origin_figures(branch_numbers[0], branch_samples[0]), **figures})
         pack_start += branch.num_tokens
     return prefixes, sample_figures
 

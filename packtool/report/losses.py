@@ -29,7 +29,7 @@ from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import run_directory
 from packtool.train.prepare.history import read_history
 from packtool.train.prepare.output_dir import HISTORY
-from packtool.train.prepare.sample_losses import losses_by_epoch
+from packtool.train.prepare.sample_losses import CacheLosses, losses_by_epoch
 
 GROUPS = {"highest": "highest loss", "not_improved": "did not improve", "near_zero": "near zero from the start"}
 """Titles of the groups, by their names in JSON."""
@@ -42,21 +42,19 @@ class RunLosses:
     Attributes:
         reader: of the caches.
         losses: by 1-based epoch, (N,) each; NaN for samples that the epoch did not train.
-        first, last: of each sample, (N,); NaN for samples that were never trained.
+        first, last: loss of each sample when first and last trained, (N,); NaN for samples that were never trained.
         groups: positions of the samples of each group, the most unusual first.
     """
 
     def __init__(self, directory: str) -> None:
         self.run = run_directory(directory)
-        directories = dict.fromkeys(cache for cache, _, _ in read_history(self.run)[-1].caches)  # as last resumed
+        last_segment = read_history(self.run)[-1]
+        directories = dict.fromkeys(directory for directory, _, _ in last_segment.caches)
         self.reader = CacheReader.open([*directories])
-        fingerprints = [manifest.fingerprint for manifest in self.reader.manifests]
-        no_losses = [np.full(num_samples, np.nan) for num_samples in np.diff(self.reader.offsets)]  # of each cache
         self.losses: dict[int, npt.NDArray[np.float32]] = {}
-        for epoch, losses_of_caches in losses_by_epoch(os.path.join(self.run, HISTORY)).items():
-            columns = map(losses_of_caches.get, fingerprints, no_losses)
-            self.losses[epoch + 1] = np.concatenate([*columns]).astype(np.float32)
-        self.first = self.last = np.concatenate(no_losses).astype(np.float32)
+        for epoch_index, losses_by_cache in losses_by_epoch(os.path.join(self.run, HISTORY)).items():
+            self.losses[epoch_index + 1] = self._join_caches(losses_by_cache)
+        self.first = self.last = self._join_caches({})
         for losses in self.losses.values():
             self.first = np.where(np.isnan(self.first), losses, self.first)
             self.last = np.where(np.isnan(losses), self.last, losses)
@@ -66,6 +64,13 @@ class RunLosses:
                 "They are written with the first checkpoint, unless --sample-losses is false, for unchanged caches.",
             )
         self.groups = dict(zip(GROUPS, self._groups(), strict=True))
+
+    def _join_caches(self, losses_by_cache: CacheLosses) -> npt.NDArray[np.float32]:
+        """Return the losses of all samples, (N,), from those of caches by fingerprint; NaN for other caches."""
+        losses = []
+        for manifest, num_samples in zip(self.reader.manifests, np.diff(self.reader.offsets), strict=True):
+            losses.append(losses_by_cache.get(manifest.fingerprint, np.full(num_samples, np.nan)))
+        return np.concatenate(losses).astype(np.float32)
 
     def _groups(self) -> Iterator[Int64Array]:
         """Yield the positions of the samples of each group, in the order of ``GROUPS``."""

@@ -116,8 +116,12 @@ def _sweep_bars(plans: Sequence[Figures], name: str, text: Callable[[Any], str],
     return bars
 
 
+_PROPOSAL_HEADING: tuple[str, ...] = (
+    *("", "packing length", "recompute", "sharding", "ranks per pack", "GiB per rank"),
+    *("tokens/step", "s/step", "tokens/s", "hours"),
+)
 _PROPOSAL_CELLS = (
-    *("{packing_length:,}", "{recompute}", "{sharding}", "{sequence_parallel_size}", "{memory_gib:.1f}"),
+    *("{number}", "{packing_length:,}", "{recompute}", "{sharding}", "{sequence_parallel_size}", "{memory_gib:.1f}"),
     *("{tokens_per_step:,.0f}", "{step_seconds:.3g}", "{tokens_per_second:,.0f}", "{hours:,.2f}"),
 )
 _FIT_TEXTS = (
@@ -133,29 +137,36 @@ _RECOMPUTATION_TEXT = (
 
 def fit_lines(figures: Figures, hardware: str | None) -> list[str]:
     """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one."""
-    setting_names = ("packing length", "recompute", "sharding", "ranks per pack")
-    rows: list[tuple[str, ...]] = [("", *setting_names, "GiB per rank", "tokens/step", "s/step", "tokens/s", "hours")]
+    rows = [_PROPOSAL_HEADING]
     for number, proposal in enumerate(figures["proposals"], start=1):
-        recompute = "yes" if proposal["gradient_checkpointing"] else "no"
-        if planned := proposal["recomputation"]:
-            (recompute,) = fill_in(["{recomputing_layers[median]:g} of {layers}"], planned)
-        rows.append((f"{number}", *fill_in(_PROPOSAL_CELLS, {**proposal, "recompute": recompute})))
+        values = {**proposal, "number": number, "recompute": _recompute_text(proposal)}
+        rows.append(fill_in(_PROPOSAL_CELLS, values))
+    fit_bytes = figures["fit"]
+    first = figures["proposals"][0]
     lines = [
-        *fill_in(_FIT_TEXTS, {**figures, "fit_gib": figures["fit"] / 2**30}),
+        *fill_in(_FIT_TEXTS, {**figures, "fit_gib": fit_bytes / 2**30}),
         *aligned(rows, "r"),
         "",
         "Command of the first row:",
-        f"  {figures['proposals'][0]['command']}",
+        f"  {first['command']}",
         f"Add --dry-run --hardware {hardware or 'h100'} to check it on any machine. --json has all commands.",
         "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
-    if (planned := figures["recomputation"]) is not None:
-        lines += fill_in([_RECOMPUTATION_TEXT], planned)
-    first = figures["proposals"][0]
-    if saved := first["token_share_saved"]:
+    if figures["recomputation"] is not None:
+        lines += fill_in([_RECOMPUTATION_TEXT], figures["recomputation"])
+    if first["token_share_saved"]:
+        saved, gathering = first["token_share_saved"], first["gathering_share"]
         lines.append(f"Shared prefixes save {saved:.0%} of the tokens of the first row; tokens/s counts them.")
-        lines.append(f"Gathering their keys and values takes {first['gathering_share']:.1%} of the time.")
+        lines.append(f"Gathering their keys and values takes {gathering:.1%} of the time.")
     return lines
+
+
+def _recompute_text(proposal: Figures) -> str:
+    """Return which layers of a proposal recompute their activations: yes, no, or their number."""
+    layers = proposal["recomputation"]
+    if layers:
+        return f"{layers['recomputing_layers']['median']:g} of {layers['layers']}"
+    return "yes" if proposal["gradient_checkpointing"] else "no"
 
 
 _CHANGED_HEADING = ("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")
@@ -169,14 +180,15 @@ def resumed_lines(figures: Figures) -> Iterator[str]:
     yield f"resumes from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
     if figures["data_changed"]:
         rows = [_CHANGED_HEADING, *(fill_in(_CHANGED_CELLS, source) for source in figures["sources"])]
-        yield from aligned(rows, "llr")  # all columns of numbers to the right
+        yield from aligned(rows, "llr")
     else:
         yield "the data are the same as at the checkpoint"
-    values = {"done": step / num_steps, "before": "", "done_before": ""}
+    before = done_before = ""
     if num_steps != num_steps_before:
-        values["before"] = f", previously {num_steps_before:,}"
-        values["done_before"] = f", previously {step / num_steps_before:.1%}"
-    yield from aligned(filled_lines("plan resumed", {**figures, **values}), "ll")
+        before = f", previously {num_steps_before:,}"
+        done_before = f", previously {step / num_steps_before:.1%}"
+    values = {**figures, "done": step / num_steps, "before": before, "done_before": done_before}
+    yield from aligned(filled_lines("plan resumed", values), "ll")
     for stage in figures["stages"] or ():
         if stage["last_step"] > step:
             yield f"{stage_title(stage)}, {stage['samples']:,} samples:"

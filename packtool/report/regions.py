@@ -16,6 +16,7 @@ from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import ImageLimits
 from packtool.encode.families.record import INTERNVL_TOKENS, QWEN_TOKENS, BoxForm, BoxTokens
 
+Corner = tuple[float, float]
 PICTURE = "\ufffc"
 """Placeholder of an image in a sample's text."""
 _NUMBER = r"-?\d{1,6}(?:\.\d+)?"
@@ -56,7 +57,7 @@ class ShownRegion:
     """
 
     name: str
-    corners: tuple[tuple[float, float], ...]
+    corners: tuple[Corner, ...]
     image: int
     is_certain: bool
 
@@ -78,57 +79,78 @@ def regions_of(
 ) -> list[ShownRegion]:
     """Return the points, boxes and polygons that a sample's text describes, with the image of each.
 
-    The text does not say which image a region belongs to, so it is returned for each image before it in the text, or
-    for all images if none is before it.
+    A region may belong to any image before it in the text, or to all if none is before it: it is returned for each.
 
     Args:
         text: text of the sample, with ``PICTURE`` in place of each image.
-        form: the notation of boxes in the model's family; None if the family has none.
-        limits: size limits of images, which determine the size that coordinates refer to.
+        form: notation of boxes in the model's family; None if it has none.
+        limits: size limits of images, by which coordinates may be scaled.
         is_complete: False if the sample was truncated, so that images may be missing.
     """
     if form is None or not images:
         return []
     regions: list[ShownRegion] = []
-    is_only_image = is_complete and len(images) == 1
+    is_certain = is_complete and len(images) == 1
     for start, name, corners, is_marked in _read_regions(text):
-        # A list of numbers without special tokens or JSON around it may be something else than a region: it is one if
-        # it is inside the image and, as a box (two corners), begins with the upper left corner.
-        is_ordered = len(corners) != 2 or all(first <= second for first, second in zip(*corners, strict=True))
         num_images_before = text.count(PICTURE, 0, start)
         candidates = images[:num_images_before] if num_images_before else images
         for number, image in enumerate(candidates):
-            width, height = written_size(form, image, limits)  # that coordinates refer to
+            width, height = written_size(form, image, limits)
             fractions = tuple((x / width, y / height) for x, y in corners)
-            region = ShownRegion(name, fractions, image=number, is_certain=is_only_image)
-            if is_marked or (region.is_inside and is_ordered):
+            region = ShownRegion(name, fractions, image=number, is_certain=is_certain)
+            # Numbers without special tokens or JSON around them may be something else than a region.
+            is_plausible = region.is_inside and _is_ordered(corners)
+            if is_marked or is_plausible:
                 regions.append(region)
     return regions
 
 
-def _read_regions(text: str) -> Iterator[tuple[int, str, list[tuple[float, float]], bool]]:
-    """Yield the regions that a text describes, in order: position in the text, name, corners as written, is_marked.
+def _is_ordered(corners: Sequence[Corner]) -> bool:
+    """Return False for a box (two corners) that does not begin with its upper left corner."""
+    if len(corners) != 2:
+        return True
+    (left, top), (right, bottom) = corners
+    return left <= right and top <= bottom
+
+
+def _read_regions(text: str) -> Iterator[tuple[int, str, list[Corner], bool]]:
+    """Yield position, name, corners as written, and is_marked of the regions that a text describes.
 
     ``is_marked`` is True if special tokens or JSON mark the numbers as a region; False for a plain list of numbers.
     """
-    # One group of the pattern matches: ``pairs`` (Qwen's tokens), ``lists`` (InternVL's), ``json`` or a plain ``list``.
     for match in _REGION.finditer(text):
         is_marked = match["list"] is None
-        # Coordinates of a point often follow a quote, a letter or "="; other pairs of numbers rarely do.
-        previous = text[max(match.start() - 1, 0) : match.start()]
-        is_attached = previous.isalnum() or previous in ("'", '"', "=")
-        label = match["pairs_name"] or match["lists_name"]
-        if not label and is_marked:
-            label = _json_label(text, match)
-        name = _NAME_TOKENS.sub("", label or "").strip()
-        boxes = [match["pairs"] or match["list"] or ""]
-        if bracketed_boxes := match["json"] or match["lists"]:  # one or several boxes
-            boxes = re.findall(r"\[[^\[\]]*\]", bracketed_boxes)
-        for box in boxes:
+        name = _region_name(text, match)
+        for box in _boxes(match):
             coordinates = [float(number) for number in _NUMBER_PATTERN.findall(box)]
-            is_point = len(coordinates) == 2
-            if len(coordinates) % 2 == 0 and (is_marked or is_attached or not is_point):
-                yield match.start(), name, list(zip(coordinates[::2], coordinates[1::2], strict=True)), is_marked
+            if len(coordinates) % 2 != 0:
+                continue
+            if len(coordinates) == 2 and not is_marked and not _is_attached(text, match.start()):
+                continue  # two numbers that are not a point
+            yield match.start(), name, list(zip(coordinates[::2], coordinates[1::2], strict=True)), is_marked
+
+
+def _boxes(match: re.Match[str]) -> list[str]:
+    """Return the texts of the coordinates in a match; JSON and InternVL's tokens may contain several boxes."""
+    several_boxes = match["json"] or match["lists"]
+    if several_boxes:
+        return re.findall(r"\[[^\[\]]*\]", several_boxes)
+    return [match["pairs"] or match["list"] or ""]
+
+
+def _is_attached(text: str, start: int) -> bool:
+    """Return whether a quote, a letter or "=" is before a position, as often before the coordinates of a point."""
+    previous = text[max(start - 1, 0) : start]
+    return previous.isalnum() or previous in ("'", '"', "=")
+
+
+def _region_name(text: str, match: re.Match[str]) -> str:
+    """Return the name of a region in special tokens or JSON, or ""."""
+    name = match["pairs_name"] or match["lists_name"]
+    is_plain_list = match["list"] is not None
+    if not name and not is_plain_list:
+        name = _json_label(text, match)
+    return _NAME_TOKENS.sub("", name or "").strip()
 
 
 def _json_label(text: str, match: re.Match[str]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.errors import ConfigError, MismatchError
+from packtool.planning.epoch import EpochPlan
 from packtool.planning.ledger import SourceLedger
 from packtool.report.drawing import plural
 from packtool.report.tables import Figures, aligned, fill_in
@@ -71,7 +72,7 @@ def _newest_checkpoint(directory: str) -> str:
 
 def _starts_before(output_dir: str, step: int) -> list[dict[str, Any]]:
     """Return figures of the start of a run, and of every resume before a step."""
-    segments = segments_of(output_dir) if has_history(output_dir) else []  # from each start or resume to the next
+    segments = segments_of(output_dir) if has_history(output_dir) else []
     return [
         {
             "after_step": segment.first,
@@ -105,15 +106,8 @@ def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
 
 
 _SOURCE_HEADING = (
-    "cache",
-    "samples",
-    "trained",
-    "this epoch",
-    "times trained",
-    "epochs",
-    "tokens",
-    "target tokens",
-    "skipped",
+    *("cache", "samples", "trained", "this epoch", "times trained"),
+    *("epochs", "tokens", "target tokens", "skipped"),
 )
 _SOURCE_CELLS = (
     *("{cache}", "{num_samples:,}", "{num_trained:,}", "{num_trained_in_epoch:,}", "{num_times_trained:,}"),
@@ -141,52 +135,62 @@ def trained_lines(figures: Figures) -> Iterator[str]:
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
     """Plan a step of a run again; return its samples by rank, micro-batch and pack.
 
-    ``output_dir`` may be a checkpoint. ``step`` is 1-based, as in the log. ``model`` is the present directory of the
-    model, None if it has not moved since the run.
+    Args:
+        output_dir: of the run, or a checkpoint.
+        step: 1-based, as in the log.
+        model: present directory of the model; None if it has not moved.
     """
     output_dir = run_directory(output_dir)
-    index = step - 1  # 0-based, as all numbers of steps below
-    segments = segments_of(output_dir)  # each from a start or resume to the next, with the step after it
-    begun = [each for each in segments if each[0].first <= index]
-    segment, stop = begun[-1] if begun else segments[0]  # the one that trains the step
-    if index >= segment.num_steps:
+    step_index = step - 1
+    segments = segments_of(output_dir)
+    segment, stop = _segment_of_step(segments, step_index)
+    if step_index >= segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
     replay = replay_segment(output_dir, segment, stop, model)
-    span = replay.timeline.span_at(index)  # the steps around it that have the same plan
-    plan, plan_step = span.plan, index - span.first_step
-    _, num_trained_steps = segments[-1]
+    span = replay.timeline.span_at(step_index)  # the steps of one plan
+    plan, plan_step = span.plan, step_index - span.first_step
     samples = plan.samples_of(plan_step, plan_step + 1)
-    micro_batches = range(plan.steps.num_micro_batches(plan_step))  # of each rank
     return {
         "step": step,
         "epoch": span.epoch,
         "step_in_epoch": plan_step,
-        "is_trained": step <= num_trained_steps,
+        "is_trained": step <= _num_trained_steps(segments),
         "num_samples": len(samples),
         "tokens": int(replay.reader.index.length[samples].sum()),
         "target_tokens": plan.steps.target_tokens(plan_step),
-        "ranks": [
-            {
-                "rank": rank,
-                "micro_batches": [
-                    [_sample_figures(replay, pack.tolist()) for pack in plan.samples(plan_step, rank, micro_batch)]
-                    for micro_batch in micro_batches
-                ],
-            }
-            for rank in range(plan.steps.world_size)
-        ],
+        "ranks": [_rank_figures(replay, plan, plan_step, rank) for rank in range(plan.steps.world_size)],
     }
+
+
+def _segment_of_step(segments: Sequence[tuple[Segment, int]], step_index: int) -> tuple[Segment, int]:
+    """Return the segment of a run that trains a step, and the step after the segment."""
+    begun = [(segment, stop) for segment, stop in segments if segment.first <= step_index]
+    return begun[-1] if begun else segments[0]
+
+
+def _num_trained_steps(segments: Sequence[tuple[Segment, int]]) -> int:
+    _, step_after_last_segment = segments[-1]
+    return step_after_last_segment
+
+
+def _rank_figures(replay: Replay, plan: EpochPlan, plan_step: int, rank: int) -> dict[str, Any]:
+    """Return the samples that a rank trains in a step, by micro-batch and pack."""
+    micro_batches = []
+    for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
+        packs = plan.samples(plan_step, rank, micro_batch)
+        micro_batches.append([_sample_figures(replay, pack.tolist()) for pack in packs])
+    return {"rank": rank, "micro_batches": micro_batches}
 
 
 def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
     """Return origin, length and number of media of samples, which are numbered across all caches of the run."""
     figures = []
     for position in positions:
-        cache, row = replay.reader.cache_of(position)
+        cache, position_in_cache = replay.reader.cache_of(position)
         sample = replay.reader.sample(position)
         figure = {
             "cache": replay.reader.directories[cache],
-            "sample": row,
+            "sample": position_in_cache,
             "source": sample.source,
             "row": sample.row,
             "part": "" if sample.part is None else str(sample.part),
@@ -224,34 +228,39 @@ def _sample_lines(samples: Sequence[Figures]) -> list[str]:
 
 
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
-    """Find the steps of a run that trained a sample, number ``row`` of the train split, by planning them again.
+    """Find the steps of a run that trained a sample, number ``row`` of its cache, by planning them again.
 
-    ``output_dir`` may be a checkpoint. ``cache`` is the directory of the sample's cache, None if the run has only one.
-    ``model`` is the present directory of the model, None if it has not moved since the run.
+    Args:
+        output_dir: of the run, or a checkpoint.
+        cache: directory of the sample's cache; None if the run has only one.
+        model: present directory of the model; None if it has not moved.
     """
     output_dir = run_directory(output_dir)
-    segments = segments_of(output_dir)  # each from a start or resume to the next, with the step after it
+    segments = segments_of(output_dir)
     fingerprint, directory = _cache_of_row(output_dir, cache, row, [segment for segment, _ in segments])
-    sample: dict[str, Any] = {"cache": directory, "sample": row}
-    times: list[dict[str, Any]] = []
+    sample: dict[str, Any] | None = None
+    occurrences: list[dict[str, Any]] = []
     for segment, stop in segments:
-        fingerprints = [cache_fingerprint for _, cache_fingerprint, _ in segment.caches]
         has_steps = segment.first < stop
-        if fingerprint not in fingerprints or not has_steps:
+        fingerprints = [cache_fingerprint for _, cache_fingerprint, _ in segment.caches]
+        if not has_steps or fingerprint not in fingerprints:
             continue
         replay = replay_segment(output_dir, segment, stop, model)
-        # Samples are numbered across all caches of the segment, which may have the same cache several times.
-        *offsets, _ = replay.reader.offsets.tolist()  # the number of the first sample of each cache
-        caches = zip(offsets, fingerprints, strict=True)
-        positions = [offset + row for offset, cache_fingerprint in caches if cache_fingerprint == fingerprint]
-        if "tokens" not in sample:  # figures of the sample come from the first segment that has it
+        cache_starts = replay.reader.offsets.tolist()
+        # A run may have the same cache several times.
+        positions = [cache_starts[i] + row for i, each in enumerate(fingerprints) if each == fingerprint]
+        if sample is None:
             sample = _sample_figures(replay, positions[:1])[0]
         for position in positions:
-            times += [_time_trained(replay, position, *location) for location in replay.occurrences(position)]
-    _, num_trained_steps = segments[-1]
-    times.sort(key=lambda time_trained: int(time_trained["step"]))
-    num_skipped = _count_skips(output_dir, fingerprint, row)
-    return {**sample, "run": output_dir, "times": times, "num_skipped": num_skipped, "until_step": num_trained_steps}
+            locations = replay.occurrences(position)
+            occurrences += [_occurrence_figures(replay, position, *location) for location in locations]
+    return {
+        **(sample or {"cache": directory, "sample": row}),
+        "run": output_dir,
+        "times": sorted(occurrences, key=lambda occurrence: int(occurrence["step"])),
+        "num_skipped": _count_skips(output_dir, fingerprint, row),
+        "until_step": _num_trained_steps(segments),
+    }
 
 
 def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
@@ -263,7 +272,10 @@ def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
 
 
 def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequence[Segment]) -> tuple[str, str]:
-    """Return fingerprint and directory of a cache of a run (None: its only one); ConfigError unless it has the row."""
+    """Return fingerprint and directory of a run's cache; ConfigError unless it has the row.
+
+    ``cache`` is None if the run has only one.
+    """
     trained_caches = {}  # (directory, number of samples) by fingerprint
     for segment in segments:
         for directory, fingerprint, num_samples in segment.caches:
@@ -273,7 +285,7 @@ def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequen
             directories = ", ".join(directory for directory, _ in trained_caches.values())
             problem = f"--row {row}: {output_dir} has trained several caches: {directories}"
             raise ConfigError(problem, f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.")
-        (fingerprint,) = trained_caches
+        fingerprint = next(iter(trained_caches))
     else:
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
     if fingerprint not in trained_caches:
@@ -285,20 +297,23 @@ def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequen
     return fingerprint, directory
 
 
-def _time_trained(
-    replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
+def _occurrence_figures(
+    replay: Replay, position: int, step_index: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a 0-based step that trained the sample at ``position``, and of its companions.
+    """Return figures of a step that trained the sample at ``position``, and of the samples trained together with it.
 
-    Companions are the other samples of its pack, or of its micro-batch if there are no packs or Skrull divides them.
+    These are the others of its pack, or of its micro-batch if there are no packs or Skrull divides them.
     """
-    span = replay.timeline.span_at(step)  # the steps around it that have the same plan
-    plan, plan_step = span.plan, step - span.first_step
-    has_undivided_packs = plan.summary.options.packing and plan.placement is None
-    packs = [plan.packs.pack(pack)] if has_undivided_packs else list(plan.samples(plan_step, rank, micro_batch))
+    span = replay.timeline.span_at(step_index)  # the steps of one plan
+    plan, plan_step = span.plan, step_index - span.first_step
+    uses_skrull = plan.placement is not None
+    if plan.summary.options.packing and not uses_skrull:
+        packs = [plan.packs.pack(pack)]
+    else:
+        packs = list(plan.samples(plan_step, rank, micro_batch))
     companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
     return {
-        "step": step + 1,
+        "step": step_index + 1,
         "epoch": epoch,
         "rank": rank,
         "micro_batch": micro_batch,
@@ -311,27 +326,27 @@ def _time_trained(
 def row_lines(figures: Figures) -> Iterator[str]:
     """Yield the output of ``packtool inspect --row`` for a run."""
     run = escape_line(figures["run"])
-    times = figures["times"]
+    occurrences = figures["times"]
     warning = ""
     if figures["num_skipped"]:
         warning = f"; skipped {plural(figures['num_skipped'], 'time')}, because its media could not be loaded"
     num_steps = plural(figures["until_step"], "step")
-    yield f"planned {plural(len(times), 'time')} in the {num_steps} that {run} has trained{warning}"
-    for time_trained in times:
-        yield f"{_time_text(time_trained)}: packtool inspect {run} --step {time_trained['step']}"
-        yield from ("  " + line for line in _sample_lines(time_trained["companions"]))
-        num_unlisted = time_trained["num_companions"] - len(time_trained["companions"])
+    yield f"planned {plural(len(occurrences), 'time')} in the {num_steps} that {run} has trained{warning}"
+    for occurrence in occurrences:
+        yield f"{_occurrence_text(occurrence)}: packtool inspect {run} --step {occurrence['step']}"
+        yield from ("  " + line for line in _sample_lines(occurrence["companions"]))
+        num_unlisted = occurrence["num_companions"] - len(occurrence["companions"])
         if num_unlisted:
             yield f"  and {num_unlisted:,} more"
 
 
-def _time_text(time_trained: Figures) -> str:
+def _occurrence_text(occurrence: Figures) -> str:
     """Describe a step in which a sample was trained, and its place in the step."""
-    num_samples = plural(time_trained["num_samples_of_step"], "sample")
-    num_others = plural(time_trained["num_companions"], "other sample")
+    num_samples = plural(occurrence["num_samples_of_step"], "sample")
+    num_others = plural(occurrence["num_companions"], "other sample")
     return (
-        f"step {time_trained['step']:,} ({num_samples}), epoch {time_trained['epoch'] + 1:,}, "
-        f"rank {time_trained['rank']}, micro-batch {time_trained['micro_batch'] + 1}, packed with {num_others}"
+        f"step {occurrence['step']:,} ({num_samples}), epoch {occurrence['epoch'] + 1:,}, "
+        f"rank {occurrence['rank']}, micro-batch {occurrence['micro_batch'] + 1}, packed with {num_others}"
     )
 
 

@@ -95,6 +95,11 @@ class SimulatedSchedule:
     def num_micro_batches(self) -> int:
         return len(self.micro_batch_steps)
 
+    @property
+    def sequence_num_devices(self) -> Int64Array:
+        """int64 (K,): devices that share the micro-batch of each sequence."""
+        return self.micro_batch_num_devices[self.micro_batch_of]
+
     @cached_property
     def row_starts(self) -> Int64Array:
         """int64 (C,): the first row of each micro-batch."""
@@ -199,6 +204,11 @@ class Timing:
         """(S, W): seconds that each device computes."""
         return self.sums(self.local + self.sharded)
 
+    @property
+    def num_micro_batches(self) -> Seconds:
+        """(S, W): micro-batches of each device."""
+        return self.sums(np.ones(len(self.row_seconds)))
+
     @cached_property
     def micro_batch_seconds(self) -> Seconds:
         """(C,): until the last rank of each micro-batch is done."""
@@ -234,7 +244,7 @@ class Timing:
         return np.asarray(self.device_seconds.max(axis=1) + self.synchronisation)
 
     @cached_property
-    def waited_seconds(self) -> Seconds:
+    def communication_seconds(self) -> Seconds:
         """(S,): seconds of exposed exchanges on the ranks that the slowest device waits for."""
         plan = self.schedule
         # The last row of each micro-batch in this order is that of its slowest rank.
@@ -270,10 +280,9 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory by the formulas in the module's docstring, for each of R rows.
+        """Compute times and memory of each row (R,), which is one device's part of a micro-batch.
 
-        A row is one device's part of a micro-batch: its local sequences, and its equal share of the sharded ones.
-        ``targets``, (K,), are the labels of each sequence.
+        ``targets``: number of labels of each sequence, (K,).
         """
         if self.recompute == "auto":
             return self._time_with_necessary_layers(schedule, targets)
@@ -283,40 +292,42 @@ class Machine:
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         seconds = np.maximum(local + sharded + exposed, min_seconds)
         token_bytes = row_tokens * self.sizes.token_bytes(recompute=bool(self.recompute))
-        is_shared = schedule.row_num_devices > 1
         gathered_bytes = schedule.sum_sharded(schedule.tokens) * self.sizes.kv_bytes * _GATHERED_COPIES
+        gathered_bytes[schedule.row_num_devices == 1] = 0.0
         return Timing(
             schedule=schedule,
             local=local,
             sharded=sharded,
             exposed=exposed,
             row_seconds=np.where(row_tokens > 0, seconds, 0.0),
-            memory=self.state_bytes + token_bytes + np.where(is_shared, gathered_bytes, 0.0),
+            memory=self.state_bytes + token_bytes + gathered_bytes,
             tokens=row_tokens,
-            recomputed=np.full(len(row_tokens), float(self.recompute)),
+            recomputed=np.full(len(row_tokens), 1.0 if self.recompute else 0.0),
             synchronisation=self.synchronisation_seconds,
-            is_lock_step=self.zero_stage == 3,
+            is_lock_step=self.zero_stage == 3,  # all devices gather each layer's weights together
         )
 
     def _computing_seconds(self, schedule: SimulatedSchedule, targets: Int64Array) -> tuple[Seconds, Seconds, Seconds]:
-        """Compute the seconds (R,) of local and of sharded sequences, and of exchanges that attention does not hide."""
-        tokens, devices_of_row = schedule.tokens, schedule.row_num_devices
-        devices_of_sequence = schedule.micro_batch_num_devices[schedule.micro_batch_of]
-        # Seconds of each sequence, (K,): of full attention on each of its devices, and of windows on all of them.
-        attention_if_local = self.attention_seconds(tokens, 1)
-        attention_if_sharded = self.attention_seconds(tokens, devices_of_sequence)
-        windows = self._window_seconds(tokens)
+        """Compute each row's seconds (R,) of local sequences, of sharded ones, and of communication that nothing hides.
 
-        # Of each row, (R,):
+        ``targets``: number of labels of each sequence, (K,).
+        """
+        tokens = schedule.tokens
+        windows = self._window_seconds(tokens)
         row_tokens = schedule.sum_by_row(tokens)
         linear = self.linear_seconds(row_tokens, schedule.sum_by_row(targets))
-        linear_per_token = np.divide(linear, row_tokens, out=np.zeros_like(row_tokens), where=row_tokens > 0)
-        local_attention = schedule.sum_local(attention_if_local)
-        local = linear_per_token * schedule.sum_local(tokens) + local_attention + schedule.sum_local(windows)
-        sharded_tokens = schedule.sum_sharded(tokens)  # of all devices of the micro-batch together, unlike row_tokens
-        sharded_attention = schedule.sum_sharded(attention_if_sharded)
-        sharded_linear = linear_per_token * sharded_tokens / devices_of_row
-        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(windows) / devices_of_row
+        linear_per_token = linear / np.where(row_tokens > 0, row_tokens, 1.0)
+
+        local_attention = schedule.sum_local(self.attention_seconds(tokens, 1))
+        local_linear = linear_per_token * schedule.sum_local(tokens)
+        local = local_linear + local_attention + schedule.sum_local(windows)
+
+        # Each device of a micro-batch has an equal part of the sharded sequences' tokens and windows.
+        num_devices = schedule.row_num_devices
+        sharded_tokens = schedule.sum_sharded(tokens)
+        sharded_attention = schedule.sum_sharded(self.attention_seconds(tokens, schedule.sequence_num_devices))
+        sharded_linear = linear_per_token * sharded_tokens / num_devices
+        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(windows) / num_devices
         return local, sharded, self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
 
     def _time_with_necessary_layers(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
@@ -339,7 +350,7 @@ class Machine:
     def _exposed_seconds(
         self, schedule: SimulatedSchedule, sharded_tokens: Seconds, local_attention: Seconds, sharded_attention: Seconds
     ) -> Seconds:
-        """Compute the seconds (R,) of exchanges that attention does not hide; each argument is of rows, (R,)."""
+        """Compute the seconds (R,) of exchanges that attention does not hide; the arguments are of rows, (R,)."""
         exposed = np.zeros(len(sharded_tokens))
         for size in np.unique(schedule.micro_batch_num_devices).tolist():
             rows = schedule.row_num_devices == size

@@ -144,11 +144,9 @@ class Outcome:
         """Return all figures by their names in JSON; times in seconds, memory in GB of 10^9 bytes."""
         timing, machine = self.timing, self.options.machine
         step_seconds = timing.step_seconds
-        balance = imbalance(timing.busy_seconds)  # of each step
-        # A row of the schedule is one device's part of a micro-batch.
-        num_micro_batches = timing.sums(np.ones(len(timing.row_seconds)))  # of each step and device
+        imbalances = imbalance(timing.busy_seconds)  # of the steps
         tokens_per_second = 1 / self.seconds_per_token
-        num_padded_tokens = int(timing.schedule.tokens.sum())
+        num_tokens_with_padding = int(timing.schedule.tokens.sum())
         peak_flops = float(step_seconds.sum()) * machine.world_size * machine.hardware.peak
         return {
             "strategy": self.name,
@@ -161,13 +159,13 @@ class Outcome:
             "tokens_per_second_per_device": tokens_per_second / machine.world_size,
             "speedup": self.speedup_over(baseline),
             "mfu": float(self.flops_of_sequences.sum()) / peak_flops,
-            "balance": float(balance.mean()),
-            "worst_balance": float(balance.max()),
-            "communication_share": float(timing.waited_seconds.sum() / step_seconds.sum()),
+            "balance": float(imbalances.mean()),
+            "worst_balance": float(imbalances.max()),
+            "communication_share": float(timing.communication_seconds.sum() / step_seconds.sum()),
             "shares": timing.shares,
             "local_share": self.local_share,
-            "padding_share": 1 - self.num_tokens / num_padded_tokens,
-            "micro_batches": float(num_micro_batches.max(axis=1).mean()),
+            "padding_share": 1 - self.num_tokens / num_tokens_with_padding,
+            "micro_batches": float(timing.num_micro_batches.max(axis=1).mean()),
             "peak_memory_gb": float(timing.memory.max()) / 1e9,
             "recomputed_layers": self.recomputed_layers,
             # A device's equal share of a sharded sequence may be a fraction of a token.
@@ -292,21 +290,23 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
     model, sizes = _model_of(config.model, reader)
     _check_heads(config, sizes)
-    hardware = read_hardware(config.hardware)
-    # Here and in ``_options``, ``part_of`` copies the fields that are not given from the config.
-    machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=config.gradient_checkpointing)
+    machine = Machine(
+        sizes=sizes,
+        hardware=read_hardware(config.hardware),
+        world_size=config.world_size,
+        recompute=config.gradient_checkpointing,
+        sequence_parallel_type=config.sequence_parallel_type,
+        zero_stage=config.zero_stage,
+    )
     options = _options(config, machine, model)
     lengths, targets, source = _lengths_and_targets(config, options, reader)
     begin = time.perf_counter()
-    is_allowed = lengths <= (config.max_length or np.inf)
-    sequences = arrange(lengths[is_allowed], options, targets[is_allowed])
-    strategies = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))  # without repetitions
-    progress.start("simulating", len(strategies))
-    outcomes = []
-    for each in simulate(sequences, strategies, options):
-        outcomes.append(each)
-        progress.advance(1)
-    progress.finish()
+    num_samples = len(lengths)
+    if config.max_length:
+        is_allowed = lengths <= config.max_length
+        lengths, targets = lengths[is_allowed], targets[is_allowed]
+    sequences = arrange(lengths, options, targets)
+    outcomes = _simulate_with_progress(config, sequences, options, progress)
     paths = config.cached_dataset or ([config.lengths] if config.lengths is not None else [])
     return Simulation(
         outcomes=outcomes,
@@ -314,10 +314,23 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         source=source,
         name=names_of(paths) if paths else source,
         num_sequences=len(sequences),
-        num_left_out=len(lengths) - len(sequences),
+        num_left_out=num_samples - len(sequences),
         model=model,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _simulate_with_progress(
+    config: SimulateConfig, sequences: Sequences, options: SimulateOptions, progress: Progress
+) -> list[Outcome]:
+    names = cast("list[StrategyName]", list(dict.fromkeys(config.strategies)))  # each once
+    progress.start("simulating", len(names))
+    outcomes = []
+    for each in simulate(sequences, names, options):
+        outcomes.append(each)
+        progress.advance(1)
+    progress.finish()
+    return outcomes
 
 
 def _check_heads(config: SimulateConfig, sizes: ModelSizes) -> None:
@@ -342,23 +355,23 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
     packing_length = min(config.packing_length or bucket_size, bucket_size)
     num_steps = config.steps or min(max(_DEFAULT_SEQUENCES // per_step, _MIN_STEPS), _MAX_STEPS)
     resolved = {"bucket_size": bucket_size, "packing_length": packing_length, "num_steps": num_steps}
-    return part_of(SimulateOptions, config, machine=machine, **resolved)
+    return part_of(SimulateOptions, config, machine=machine, **resolved)  # the other fields are those of ``config``
 
 
 def _lengths_and_targets(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
 ) -> tuple[IntArray, IntArray, str]:
-    """Return each sample's number of tokens and of labels, without a cache the same; and where they are from."""
+    """Return the tokens and labels of each sample, and their source; without a cache, every token has a label."""
     if reader is not None:
         return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
     if config.lengths is not None:
         lengths = read_lengths(config.lengths)
         return lengths, lengths, config.lengths
     assert config.distribution is not None, "checked with the settings"
-    # Draw enough lengths to fill all steps with those that fit, and a few more; quantiles tell the share that fits.
-    typical = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
+    # Some drawn lengths are left out as too long: draw more, by the share of those that fit, and a few to spare.
+    typical_lengths = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
     max_length = min(options.longest_trainable, config.max_length or options.longest_trainable)
-    num_fitting = int(np.count_nonzero(typical <= max_length))
+    num_fitting = int(np.count_nonzero(typical_lengths <= max_length))
     if not num_fitting:
         raise DataError(f"No sample drawn from {config.distribution} fits.", "Raise --bucket-size or --max-length.")
     num_drawn = round(1.05 * options.num_steps * options.sequences_per_step * _NUM_TYPICAL / num_fitting) + 10

@@ -20,7 +20,7 @@ from packtool.config.simulate import StrategyName, StrategyOptions
 from packtool.planning.dynamic import assign_by_tokens
 from packtool.planning.epoch import group_by_length
 from packtool.planning.options import SkrullOptions
-from packtool.planning.pack_plan import Int32Array, Int64Array, IntArray
+from packtool.planning.pack_plan import Costs, Int32Array, Int64Array, IntArray
 from packtool.planning.packing import pack_singletons
 from packtool.planning.skrull import SHARDED, schedule_step
 from packtool.planning.steps import assign_to_lightest, divide_evenly
@@ -46,19 +46,11 @@ class PlacedBatch(NamedTuple):
 def place_in_groups(
     lengths: IntArray, targets: IntArray, machine: Machine, bucket_size: int
 ) -> Iterator[list[PlacedBatch]]:
-    """Place the sequences of a step by dynamic context parallelism, each on a group of devices of a size of its own.
+    """Place a step's sequences by dynamic context parallelism: many devices share a long one, few a short one.
 
     As in Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
-    arXiv 2502.21231), long sequences are shared by many of W devices, short ones by few::
-
-        four devices       [    160 by four    ]
-                           [40 by two][18][21]
-                           [ 9 ][ 11 ]
-
-    (a line of groups for each level, time from top to bottom, and the tokens of the sequence on each group). A group of
-    level l has 2^l neighboring devices. Devices work on the sequences of their largest group first, so that all devices
-    of a group begin its sequences together. A sequence gets the smallest group that holds it and finishes it within a
-    time limit. If no group holds it, it gets the largest one; if none is fast enough, the fastest one.
+    arXiv 2502.21231). A group of level l has 2^l neighboring devices. A sequence gets the smallest group that holds it
+    and finishes it within a time limit.
 
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
 
@@ -70,14 +62,14 @@ def place_in_groups(
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
     seconds = np.stack([_seconds_in_group(tokens[level], targets, size, machine) for level, size in enumerate(sizes)])
     group_buckets = bucket_size * np.array(sizes)
-    min_fitting_level = _first_true(tokens <= group_buckets[:, None], default=len(sizes) - 1)
-    unshared_device_seconds = seconds[0].sum() / machine.world_size  # mean, if no sequence is shared
-    previous_levels = None
+    largest, fastest = len(sizes) - 1, seconds.argmin(axis=0)
+    lowest_with_space = _lowest_level(tokens <= group_buckets[:, None], default=largest)
+    mean_device_seconds = seconds[0].sum() / machine.world_size  # without sharing
+    previous_levels = np.empty(0, np.int64)
     for multiple in _TIME_LIMITS:
-        is_quick = seconds <= multiple * unshared_device_seconds
-        min_quick_level = _first_true(is_quick, default=seconds.argmin(axis=0))
-        levels = np.maximum(min_fitting_level, min_quick_level)
-        if previous_levels is None or (levels != previous_levels).any():
+        lowest_in_time = _lowest_level(seconds <= multiple * mean_device_seconds, default=fastest)
+        levels = np.maximum(lowest_with_space, lowest_in_time)
+        if not np.array_equal(levels, previous_levels):
             yield _place_on_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
         previous_levels = levels
 
@@ -92,8 +84,8 @@ def _group_sizes(world_size: int) -> list[int]:
 
 def _seconds_in_group(tokens: Int64Array, targets: IntArray, size: int, machine: Machine) -> npt.NDArray[np.float64]:
     """Return the seconds (n,) of each sequence on a group of ``size`` devices, without the cost of a micro-batch."""
-    cost, times = machine.sizes.cost, machine.step_time(size)
-    flops, attention_flops = times.work(tokens, cost(tokens, cost.attention(tokens), targets), size)
+    times = machine.step_time(size)
+    flops, attention_flops = _work(tokens, targets, size, machine)
     attention_seconds = attention_flops / size / times.flops_per_second
     # Each sequence is timed alone: no attention of other sequences hides its exchanges.
     local_attention_seconds = np.zeros(len(tokens))
@@ -101,9 +93,16 @@ def _seconds_in_group(tokens: Int64Array, targets: IntArray, size: int, machine:
     return np.asarray(flops / size / times.flops_per_second + exposed)
 
 
-def _first_true(flags: npt.NDArray[np.bool_], *, default: int | Int64Array) -> Int64Array:
-    """Return the first level at which each sequence's flag is True, or ``default``; ``flags`` are (levels, n)."""
-    return np.where(flags.any(axis=0), flags.argmax(axis=0), default)
+def _work(tokens: Int64Array, targets: IntArray, size: int, machine: Machine) -> tuple[Costs, Costs]:
+    """Return the work (n,) of each sequence on ``size`` devices together, and attention's part of it (``StepTime``)."""
+    cost = machine.sizes.cost
+    flops = cost(tokens, cost.attention(tokens), targets)
+    return machine.step_time(size).work(tokens, flops, size)
+
+
+def _lowest_level(is_possible: npt.NDArray[np.bool_], *, default: int | Int64Array) -> Int64Array:
+    """Return the first possible level of each sequence, or else ``default``, (n,); ``is_possible`` is (levels, n)."""
+    return np.where(is_possible.any(axis=0), is_possible.argmax(axis=0), default)
 
 
 def _place_on_levels(
@@ -114,10 +113,13 @@ def _place_on_levels(
     bucket_size: int,
     world_size: int,
 ) -> list[PlacedBatch]:
-    """Place each sequence on a group of ``sizes[level]`` devices, where ``levels``, (n,), has the level of each.
+    """Place each sequence on a group of its level: the largest groups and the slowest sequences first.
 
-    The largest groups come first. Of the sequences of a level the slowest comes first, each goes to the group with the
-    least work. ``seconds`` and ``tokens``, (levels, n), are of each sequence on a group of each level.
+    Args:
+        levels: of each sequence, (n,).
+        seconds, tokens: of each sequence on a group of each level, (levels, n).
+        sizes: devices in a group of each level.
+        bucket_size: tokens that a device holds.
     """
     device_seconds = np.zeros(world_size)
     batches: list[PlacedBatch] = []
@@ -127,8 +129,9 @@ def _place_on_levels(
         at_level = np.flatnonzero(levels == level)
         slowest_first = at_level[np.argsort(-seconds[level, at_level], kind="stable")]
         for sample in slowest_first.tolist():
-            # All devices of a group have the work of its first so far, as larger groups contain all of them.
-            group = int(device_seconds[::size].argmin())
+            # All devices of a group are equally busy here: they have worked for the same larger groups.
+            group_seconds = device_seconds[::size]
+            group = int(group_seconds.argmin())
             samples_of_group[group].append(sample)
             device_seconds[group * size : (group + 1) * size] += seconds[level, sample]
         for group, samples in enumerate(samples_of_group):
@@ -230,7 +233,7 @@ def alignment_of(num_ranks: int) -> int:
 
 
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Schedule ``sequences`` by a strategy; they are in random order, none above ``options.longest_trainable`` tokens.
+    """Schedule shuffled sequences by a strategy, of at most ``options.longest_trainable`` tokens each.
 
     The schedule has at most ``options.num_steps`` steps: the first full ones, or one partial step if none is full.
     """
@@ -238,20 +241,24 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     num_steps = min(max(len(sequences) // per_step, 1), options.num_steps)
     sequences = sequences[: num_steps * per_step]
     order = np.arange(len(sequences))
-    if name == "sorted":  # sequences of similar lengths are in the same step
-        rows = pack_singletons(sequences.lengths, options.longest_trainable, seed=options.seed, shuffle=False)
-        order = group_by_length(rows, per_step).samples
+    if name == "sorted":
+        order = _order_by_length(sequences, options)
     # Devices that share sequences form a group; without sharing, each device is a group.
-    is_unshared = name in ("padded", "packed", "packed-balanced")
-    num_groups = options.machine.world_size if is_unshared else options.num_groups
+    num_groups = options.machine.world_size if name in _UNSHARED else options.num_groups
     place_step = _STRATEGIES[name]
     batches: list[PlacedBatch] = []
     for step in range(num_steps):
-        samples = order[step * per_step : (step + 1) * per_step]
-        # Strategies number the sequences of a step from 0.
-        for batch in place_step(sequences[samples], options, num_groups):
-            batches.append(batch._replace(step=step, samples=samples[batch.samples]))
-    return schedule_of(batches, sequences, options, is_padded=name in ("padded", "context-parallel", "sorted"))
+        numbers = order[step * per_step : (step + 1) * per_step]
+        for batch in place_step(sequences[numbers], options, num_groups):
+            numbers_in_schedule = numbers[batch.samples]
+            batches.append(batch._replace(step=step, samples=numbers_in_schedule))
+    return schedule_of(batches, sequences, options, is_padded=name in _PADDED)
+
+
+def _order_by_length(sequences: Sequences, options: SimulateOptions) -> Int64Array:
+    """Order sequences so that those of similar lengths are in the same step."""
+    rows = pack_singletons(sequences.lengths, options.longest_trainable, seed=options.seed, shuffle=False)
+    return group_by_length(rows, options.sequences_per_step).samples
 
 
 def _rows(sequences: Sequences, options: SimulateOptions, num_groups: int, max_rows: int) -> Iterator[PlacedBatch]:
@@ -284,13 +291,10 @@ def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int)
     As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), but no sequence moves to a later step.
     """
     machine = options.machine
-    group_size = machine.world_size // num_groups  # devices of a group, which share each of its packs
+    group_size = machine.world_size // num_groups  # devices, which share each pack of the group
     max_pack_tokens = options.packing_length * group_size
-    cost = machine.sizes.cost
-    # Tokens of each sequence with padding, and its FLOPs with the slower ones of attention counted more.
     tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(group_size))
-    flops = cost(tokens, cost.attention(tokens), sequences.targets)
-    work, _ = machine.step_time(group_size).work(tokens, flops, group_size)
+    work, _ = _work(tokens, sequences.targets, group_size, machine)
     capped_tokens = np.minimum(tokens, max_pack_tokens).tolist()  # a longer sequence gets a pack of its own
     # Use the fewest packs per group in which all sequences fit.
     packs: list[list[int]] | None = None
@@ -299,8 +303,8 @@ def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int)
         packs = divide_evenly(capped_tokens, work.tolist(), packs_per_group * num_groups, max_pack_tokens)
         packs_per_group += 1
     for number, pack in enumerate(packs):
-        first_device = number % num_groups * group_size
-        yield PlacedBatch(first_device, group_size, samples=np.array(sorted(pack), np.int64))
+        group = number % num_groups
+        yield PlacedBatch(group * group_size, group_size, samples=np.array(sorted(pack), np.int64))
 
 
 def _skrull(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
@@ -323,25 +327,25 @@ def _dynamic_cp(sequences: Sequences, options: SimulateOptions, num_groups: int)
 def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Join micro-batches, which are in the order of their steps, to a schedule; empty ones are left out.
+    """Join micro-batches, ordered by step, to a schedule; empty ones are left out.
 
     With ``is_padded``, the sequences of a micro-batch are padded to the longest.
     """
     nonempty = [batch for batch in batches if len(batch.samples)]
-    # One value for each of C micro-batches.
+    # Of C micro-batches:
     num_sequences = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
     num_devices = np.array([batch.num_devices for batch in nonempty], dtype=np.int64)
     steps = np.array([batch.step for batch in nonempty], dtype=np.int64)
-    # One value for each of K sequences.
+    # Of K sequences:
     samples = np.concatenate([batch.samples for batch in nonempty]).astype(np.int64)
     placement = np.concatenate([_placement_of(batch) for batch in nonempty])
     micro_batch_of = np.repeat(np.arange(len(nonempty)), num_sequences)
     tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
     if is_padded:
         first_sequences = np.cumsum(num_sequences) - num_sequences
-        longest = np.maximum.reduceat(tokens, first_sequences)  # of each micro-batch
-        tokens = longest[micro_batch_of]
-    # A sharded sequence is padded to two equal chunks for each device.
+        longest_of_batch = np.maximum.reduceat(tokens, first_sequences)
+        tokens = longest_of_batch[micro_batch_of]
+    # Every device gets two equal chunks of a sharded sequence.
     sharded_tokens = _aligned(tokens, alignment=2 * num_devices[micro_batch_of])
     return SimulatedSchedule(
         num_devices=options.machine.world_size,
@@ -366,9 +370,12 @@ def _placement_of(batch: PlacedBatch) -> Int64Array:
 
 
 def _aligned(tokens: _Integers, alignment: int | Int64Array) -> _Integers:
+    """Round up to a multiple of ``alignment``."""
     return -(-tokens // alignment) * alignment
 
 
+_PADDED = ("padded", "context-parallel", "sorted")
+_UNSHARED = ("padded", "packed", "packed-balanced")
 _STRATEGIES: dict[StrategyName, Callable[[Sequences, SimulateOptions, int], Iterable[PlacedBatch]]] = {
     "padded": lambda sequences, options, num_groups: _rows(sequences, options, num_groups, options.padded_batch_size),
     "packed": _equal_tokens,

@@ -95,7 +95,7 @@ def test_one_sharded_sequence() -> None:
     assert timing.exposed == pytest.approx(np.full(8, exposed))
     assert timing.row_seconds == pytest.approx(np.full(8, flops / (989e12 * 0.8) + attention + exposed))
     assert timing.step_seconds[0] == pytest.approx(timing.row_seconds[0] + timing.synchronisation)
-    assert timing.waited_seconds[0] == pytest.approx(exposed + timing.synchronisation)
+    assert timing.communication_seconds[0] == pytest.approx(exposed + timing.synchronisation)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
