@@ -311,7 +311,7 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
             file=file_values,
             describe_unknown=unknown.in_settings,
             warn=unknown.warn,
-            earlier=problems,
+            source_problems=problems,
         )
         unknown.warn_of_variables(os.environ)
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 
@@ -69,15 +69,18 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
     config = with_defaults(config)
     if begins_run():
-        refuse_other_run(config)  # the first process takes the lock; this reports a conflict before others start
+        refuse_other_run(config)
     config = with_local_copies(config)
+    torchrun: Literal["auto", "always", "never"] = "auto"
+    if config.dry_run:
+        torchrun = "never"
+    elif config.deepspeed is not None:
+        torchrun = "always"  # without torchrun's environment, DeepSpeed looks for MPI's
     world = launch_ranks(
         invocation.arguments,
         config.sequence_parallel_ranks,
         partial(_prepare_train, config),
-        # DeepSpeed needs torchrun's environment even for a single process; else it looks for MPI's.
-        launches_single=config.deepspeed is not None,
-        launches_none=config.dry_run,
+        torchrun=torchrun,
         max_wait=config.ddp_timeout,
     )
     result = _train(config, invocation, world)
@@ -202,9 +205,8 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
         axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))
 
     num_ranks = config.sequence_parallel_ranks
-    world = launch_ranks(
-        invocation.arguments, num_ranks, prepare, launches_none=num_ranks == 1, max_wait=config.ddp_timeout
-    )
+    torchrun: Literal["auto", "never"] = "auto" if num_ranks > 1 else "never"
+    world = launch_ranks(invocation.arguments, num_ranks, prepare, torchrun=torchrun, max_wait=config.ddp_timeout)
     from packtool.report.results import verify_figures, verify_lines, write_page
 
     with imported_at_once():

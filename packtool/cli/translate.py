@@ -24,22 +24,23 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     if config.command_line:
         source = read_command(config.command_line)
     else:
-        source = read_file(config.file, config.tool, config.file)
-    if not source.values and not source.tool:
-        raise ConfigError(f"{config.file}: the file is empty")
+        source = read_file(config.file, config.tool, label=config.file)
     command = source.command
     cls = SETTINGS[command]
-    if source.tool:
-        translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
-    else:  # packtool's own YAML: its values as they are
+    is_own_yaml = not source.tool
+    if is_own_yaml and not source.values:
+        raise ConfigError(f"{config.file}: the file is empty")
+    if is_own_yaml:
         translation = Translation(source, values=dict(source.values), origins=dict.fromkeys(source.values, ""))
-    _check(cls, translation)
-    if config.form != "yaml":
-        text = as_command(translation, command)
-    elif source.tool:
-        text = as_yaml(translation, command)
     else:
+        translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
+    _check(cls, translation)
+    if config.form == "command":
+        text = as_command(translation, command)
+    elif is_own_yaml:
         text = Path(config.file).read_text(encoding="utf-8").rstrip("\n")
+    else:
+        text = as_yaml(translation, command)
     figures = {"tool": source.tool or "packtool", "command": command, "options": translation.values}
     figures |= {"environment": translation.environ, "omitted": dict(translation.omitted)}
     invocation.show(figures, [text])
@@ -49,4 +50,4 @@ def _check(cls: type[Any], translation: Translation) -> None:
     """Check the options as the command will, except for packages, which only the machine that trains needs."""
     checked: type[Any] = type(cls.__name__, (cls,), {"missing_packages": lambda self: []})
     required = {"output_dir": "cache"} if "output_dir" not in translation.values else {}
-    resolve(checked, {}, file={**required, **translation.values}, earlier=translation.problems)
+    resolve(checked, {}, file={**required, **translation.values}, source_problems=translation.problems)

@@ -229,20 +229,30 @@ def unify_sources(recipe: Recipe) -> Recipe:
     sources_of_stages = [_sources_by_key(stage) for stage in recipe.stages]
     untaken_sources: dict[_SourceKey, SourceRecipe] = {}  # all sources, as in a stage that does not train them
     problems = []
-    for key, source in [each for sources in sources_of_stages for each in sources.items()]:
-        settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
-        first = untaken_sources.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
-        for name, value in settings.items():
-            if (first_value := getattr(first, name)) != value:  # that in the first stage with this source
-                values = f"{first_value} in one stage and {value} in another: give it the same in all"
-                problems.append(f"{recipe.place}, stages: {source.path} has the {name} {values}")
+    for stage_sources in sources_of_stages:
+        for key, source in stage_sources.items():
+            if key not in untaken_sources:
+                run_settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
+                untaken_sources[key] = SourceRecipe(path=source.path, is_taken=False, **run_settings)
+            for difference in _differences(untaken_sources[key], source):
+                problems.append(f"{recipe.place}, stages: {difference}: give it the same in all")
     if problems:
         raise ConfigError.from_problems(problems)
-    stages = tuple(
-        replace(stage, sources=tuple(sources.get(key, untaken) for key, untaken in untaken_sources.items()))
-        for stage, sources in zip(recipe.stages, sources_of_stages, strict=True)
-    )
-    return replace(recipe, sources=tuple(untaken_sources.values()), stages=stages)
+    stages = []
+    for stage, stage_sources in zip(recipe.stages, sources_of_stages, strict=True):
+        all_sources = [stage_sources.get(key, untaken) for key, untaken in untaken_sources.items()]
+        stages.append(replace(stage, sources=tuple(all_sources)))
+    return replace(recipe, sources=tuple(untaken_sources.values()), stages=tuple(stages))
+
+
+def _differences(first: SourceRecipe, second: SourceRecipe) -> list[str]:
+    """Describe the settings in which a source differs between two stages."""
+    differences = []
+    for name in _RUN_SETTINGS:
+        value, other_value = getattr(first, name), getattr(second, name)
+        if value != other_value:
+            differences.append(f"{first.path} has the {name} {value} in one stage and {other_value} in another")
+    return differences
 
 
 _SourceKey = tuple[str, int]
@@ -261,7 +271,7 @@ def _sources_by_key(stage: Recipe) -> dict[_SourceKey, SourceRecipe]:
 
 def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
     """Parse the YAML text of a recipe file; the ConfigError names every mistake, and its key."""
-    import yaml  # here, because most runs need none of it
+    import yaml  # here, because most runs do not need it
 
     try:
         value = parse_yaml(text)
@@ -272,6 +282,10 @@ def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
     if parser.problems or recipe is None:
         raise ConfigError.from_problems(list(dict.fromkeys(parser.problems)))
     return recipe
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 class _RecipeParser:
@@ -330,13 +344,11 @@ class _RecipeParser:
         """Parse one stage; its keys replace those of ``defaults``, the keys of the file that all stages share."""
         self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
         recipe_keys = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
-        # Sources that all stages share are not in the stage, but at the top of the file.
-        recipe_prefix = f"{key}." if "sources" in value else ""
+        recipe_prefix = f"{key}." if "sources" in value else ""  # without them, the sources are those of the file
         recipe = self.parse_recipe({**defaults, **recipe_keys}, recipe_prefix)
         until, until_share = self.parse_until(value.get("until"), f"{key}.until")
         num_ranks = value.get("sequence_parallel_size")
-        is_number = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
-        if num_ranks is not None and (not is_number or num_ranks < 1):
+        if num_ranks is not None and not _is_positive_int(num_ranks):
             self.report(f"{key}.sequence_parallel_size", f"{num_ranks!r} is not a number of ranks")
         packing_length = self.parse_length(value, "packing_length", f"{key}.")
         if recipe is None:
@@ -354,7 +366,7 @@ class _RecipeParser:
         """Return the end of a stage: (optimizer step, None), or (None, share of the run from 0 to 1)."""
         if value is None:
             return None, None
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if _is_positive_int(value):
             return value, None
         match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is not None and 0 < float(match[1]) < 100:
@@ -394,20 +406,22 @@ class _RecipeParser:
             self.report(f"{prefix}sources", "give a list of caches, each with its path")
             return None
         sources_and_units = [self.parse_source(raw, f"{prefix}sources[{n}]") for n, raw in enumerate(raw_sources)]
+        sources = tuple(source for source, _ in sources_and_units if source is not None)
+        weight_units = sorted({unit for _, unit in sources_and_units if unit is not None})
         temperature = self.parse_number(value, "temperature", prefix)
-        temperature_unit = value.get("unit", "samples")
-        if temperature_unit not in UNITS:
-            self.report(f"{prefix}unit", f"{temperature_unit!r} is none of {', '.join(UNITS)}")
+        unit: Any = value.get("unit", "samples")
+        if unit not in UNITS:
+            self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
         if "unit" in value and temperature is None:
             self.report(f"{prefix}unit", "it applies only to temperature, which is missing: leave it out")
-        sources = tuple(source for source, _ in sources_and_units if source is not None)
-        weight_units: list[Any] = sorted({unit for _, unit in sources_and_units if unit is not None})
         self.check_weights(sources, weight_units, temperature, prefix)
         if self.problems:
             return None
+        if weight_units:  # one at most, and none with a temperature
+            unit = weight_units[0]
         return Recipe(
             sources=sources,
-            unit=weight_units[0] if weight_units else temperature_unit,
+            unit=unit,
             temperature=temperature,
             stop=self.options.mix_stop or "first",
             resample=self.options.resample,
@@ -444,7 +458,7 @@ class _RecipeParser:
         if not isinstance(path, str) or not path:
             self.report(f"{key}.path", "the directory of a cache is missing")
             return None, None
-        unit = self.parse_weight_unit(value, key)  # also the key that has the weight
+        unit = self.parse_weight_unit(value, key)  # the key of the weight
         loss_weight = self.parse_number(value, "loss_weight", prefix)
         source = SourceRecipe(
             path=path,

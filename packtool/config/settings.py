@@ -292,7 +292,7 @@ def resolve(
     file: Mapping[str, Any] | None = None,
     describe_unknown: Callable[[str, Any], str | None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
-    earlier: Sequence[str] = (),
+    source_problems: Sequence[str] = (),
 ) -> T:
     """Merge the given values of all sources into settings of class ``cls``; the ConfigError names all invalid ones.
 
@@ -304,7 +304,7 @@ def resolve(
         describe_unknown: returns the error message for an unknown name and its value, or None to ignore it. By default,
             the message suggests the most similar name.
         warn: called with a message for each given setting that has no effect.
-        earlier: problems of the sources themselves, reported with those of their values.
+        source_problems: of the sources themselves, reported with those of their values.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
@@ -331,10 +331,10 @@ def resolve(
     missing = [name for name in fields if is_required(fields[name]) and name not in values and name not in invalid]
     problems += [f"{flag(name)} is missing: {fields[name].metadata['help']}" for name in missing]
     if problems:
-        raise ConfigError.from_problems([*earlier, *problems])
+        raise ConfigError.from_problems([*source_problems, *problems])
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
     config = cls(**(values if complete is None else complete(values)))
-    problems = [*earlier, *getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
+    problems = [*source_problems, *getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
     if problems:
         raise ConfigError.from_problems(problems, code=SEVERAL_PROBLEMS)
     for name in values:

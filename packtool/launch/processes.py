@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 from packtool.errors import ConfigError
 from packtool.launch.world import World, is_launched
@@ -206,19 +207,17 @@ def launch_ranks(
     sequence_parallel_size: int,
     prepare: Callable[[World], object],
     *,
-    launches_single: bool = False,
-    launches_none: bool = False,
+    torchrun: Literal["auto", "always", "never"] = "auto",
     max_wait: int | None = None,
 ) -> World:
-    """Return the rank of this process; if the environment requests several processes, become torchrun instead.
+    """Return the rank of this process, or replace the process by torchrun, which runs packtool in every rank.
 
     Args:
         arguments: of packtool, from the subcommand on.
         sequence_parallel_size: number of processes that share each sequence.
         prepare: called with rank 0 before processes are started, to report problems once.
-        launches_single: also run a single process under torchrun.
-        launches_none: never start torchrun, because the run is only previewed or one process does all the work; the
-            result is then rank 0 of as many processes as the environment requests.
+        torchrun: ``auto`` starts it if the environment requests several processes, ``always`` also for one. With
+            ``never``, this process is rank 0 of the requested number, for previews and work of a single process.
         max_wait: seconds to wait for other machines; None for the default.
     """
     set_passive_omp_wait()
@@ -227,9 +226,9 @@ def launch_ranks(
         return world
     num_processes = Processes.from_environment(os.environ).total
     first_rank = World(rank=0, size=num_processes).shared_by(sequence_parallel_size)
-    if (num_processes > 1 or launches_single) and not launches_none:
+    if torchrun == "always" or (torchrun == "auto" and num_processes > 1):
         prepare(first_rank)
-        launch_if_requested(arguments, launches_single=launches_single, max_wait=max_wait)
+        launch_if_requested(arguments, launches_single=True, max_wait=max_wait)
     return first_rank
 
 

@@ -146,7 +146,7 @@ class WorkerPool(Generic[Job, Result]):
     def map(
         self, jobs: Iterable[Job], *, num_ahead: int = 0, in_order: bool = True, report: Report | None = None
     ) -> Iterator[Result]:
-        """Run jobs and yield their results; raise the exception of a job, or WorkerDied if a process ended.
+        """Run jobs and yield their results; raise the error of a job, or WorkerDied if its process ended.
 
         Args:
             num_ahead: maximum number of jobs that are submitted and not yet yielded; by default 2 per process.
@@ -157,23 +157,27 @@ class WorkerPool(Generic[Job, Result]):
         num_ahead = num_ahead or 2 * self.num_proc
         num_submitted = num_yielded = 0
         messages: SimpleQueue[tuple[int, Message]] = SimpleQueue()
-        outcomes: dict[int, Message] = {}  # of jobs that have finished and are not yet yielded
+        outcomes: dict[int, Message] = {}  # of finished jobs, by number
         while True:
-            for job in islice(remaining_jobs, num_ahead - (num_submitted - num_yielded)):
-                self.start(len(self._workers) + 1)  # one more, unless all have been started
+            num_pending = num_submitted - num_yielded
+            for job in islice(remaining_jobs, num_ahead - num_pending):
+                self.start(len(self._workers) + 1)
                 self._jobs.put((num_submitted, job, messages))
                 num_submitted += 1
             if num_yielded == num_submitted:
                 return
-            while not outcomes or (in_order and num_yielded not in outcomes):
+            next_number = num_yielded
+            while next_number not in outcomes:
                 # With a timeout, because a signal that another thread receives does not interrupt the wait.
                 with contextlib.suppress(Empty):
-                    number, message = messages.get(timeout=_POLL_S)
-                    if message[0] != "progress":
-                        outcomes[number] = message
+                    number, (kind, content) = messages.get(timeout=_POLL_S)
+                    if kind != "progress":
+                        outcomes[number] = kind, content
+                        if not in_order:
+                            next_number = number
                     elif report is not None:
-                        report(*message[1])
-            kind, content = outcomes.pop(num_yielded if in_order else next(iter(outcomes)))
+                        report(*content)
+            kind, content = outcomes.pop(next_number)
             if kind == "error":
                 raise content
             num_yielded += 1
@@ -228,9 +232,9 @@ def _run_worker(make: Callable[..., Callable[[Job], Result]], arguments: tuple[o
         while True:
             job = pipe.recv()
             try:
-                message: Message = "result", run_job(job)
+                message: Message = ("result", run_job(job))
             except Exception as error:
-                message = "error", portable(error)
+                message = ("error", portable(error))
             pipe.send(message)
 
 

@@ -41,7 +41,7 @@ def test_several_processes_are_started_after_the_checks(
     monkeypatch.setenv("NPROC_PER_NODE", "1" if even_one else "4")
     prepared: list[World] = []
     with pytest.raises(SystemExit):
-        launch_ranks(ARGUMENTS, 1 if even_one else 2, prepared.append, launches_single=even_one)
+        launch_ranks(ARGUMENTS, 1 if even_one else 2, prepared.append, torchrun="always" if even_one else "auto")
     assert prepared == [World(0, 1, 1) if even_one else World(0, 4, 2)]
     assert launch_commands[0][-5:] == ["--module", "packtool", *ARGUMENTS][-5:]
 
@@ -58,7 +58,7 @@ def test_no_process_is_started_if_a_check_fails(
         launch_ranks(ARGUMENTS, 1, refuse)
     with pytest.raises(ConfigError, match="cannot be divided into groups of 2"):
         launch_ranks(ARGUMENTS, 2, refuse)
-    assert launch_ranks(ARGUMENTS, 3, refuse, launches_none=True) == World(0, 3, 3)
+    assert launch_ranks(ARGUMENTS, 3, refuse, torchrun="never") == World(0, 3, 3)
     assert not launch_commands
 
 
