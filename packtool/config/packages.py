@@ -15,8 +15,9 @@ TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
     **{
         name: ((name,), name)
-        for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb")
+        for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow", "neptune", "trackio", "wandb")
     },
+    "swanlab": (("swanlab",), "'swanlab<0.8'"),  # transformers 5.23 cannot start newer versions
 }
 _BITSANDBYTES_OPTIMIZERS = "(paged_|adamw_bnb|adamw_8bit|ademamix|lion_8bit|rmsprop_bnb).*"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -192,6 +193,20 @@ def _check_reports(args: TrainingArguments) -> None:
         except (RuntimeError, ImportError) as error:
             package = TRACKERS[name][1] if name in TRACKERS else name
             raise ConfigError(f"--report-to {name}: cannot use {package}: {error}", f"pip install {package}") from error
+
+
+@contextlib.contextmanager
+def name_failed_tracker() -> Iterator[None]:
+    """Turn an exception from a callback of ``--report-to``, raised anywhere inside, into an error that names it."""
+    try:
+        yield
+    except Exception as error:
+        callbacks = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for name, callback_class in integration_utils.INTEGRATION_TO_CALLBACK.items():
+            if any(type(callback) is callback_class for callback in callbacks):
+                failed = f"--report-to {name}: {type(error).__name__}: {error}"
+                raise ConfigError(failed, "Correct its settings, or leave it out of --report-to.") from error
+        raise
 
 
 def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:

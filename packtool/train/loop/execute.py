@@ -22,7 +22,13 @@ from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.world import all_gather_objects
 from packtool.planning.mixture import share_figures
 from packtool.progress import Progress
-from packtool.train.loop.checks import check_ranks_agree, estimate_run, liger_problem, training_arguments
+from packtool.train.loop.checks import (
+    check_ranks_agree,
+    estimate_run,
+    liger_problem,
+    name_failed_tracker,
+    training_arguments,
+)
 from packtool.train.loop.log import Report
 from packtool.train.loop.media_times import measure_workers
 from packtool.train.loop.step_loader import StepLoader
@@ -101,7 +107,7 @@ def _train(trainer: PackTrainer, spec: InputSpec, progress: Progress) -> float:
         progress.note(estimate_run(run, model, spec, dtype).sentence())
     verify_before_training(run, model, spec, trainer.parallel, progress)
     begin = time.perf_counter()
-    with trainer.watch.signals, explain_dead_workers():
+    with trainer.watch.signals, explain_dead_workers(), name_failed_tracker():
         trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
     return time.perf_counter() - begin
 

@@ -71,3 +71,18 @@ def test_a_tracker_that_cannot_be_imported_is_refused_with_the_reason(monkeypatc
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "trackio", fail)
     with pytest.raises(ConfigError, match=r"--report-to trackio: cannot use trackio: No module named 'httpx'"):
         _check_reports(SimpleNamespace(report_to=["trackio"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["add_scalar", "flush"])
+def test_an_error_of_a_tracker_names_it(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Not an unexpected error of packtool, whether the tracker fails when it starts or later."""
+    module = MagicMock()
+    module.__spec__ = ModuleSpec("tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    getattr(module.SummaryWriter.return_value, method).side_effect = OSError("server gone")
+    config = tiny.config(tmp_path / "run", report_to=("tensorboard",), logging_steps=1, max_steps=2)
+    with pytest.raises(ConfigError, match="--report-to tensorboard: OSError: server gone"):
+        train(config, SilentProgress())
