@@ -34,7 +34,7 @@ from packtool.train.prepare.figures import (
 )
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.result import schedule_lines
-from packtool.train.prepare.shared_prefixes import first_pair
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, first_pair
 from packtool.train.prepare.timeline import Timeline, TrainedStage
 
 
@@ -76,8 +76,8 @@ class CachedSource(Steps):
 
     def expected(self) -> dict[str, Any]:
         """The fields of a ``TrainResult`` that are known before the first step."""
-        first_epoch = self.timeline.first_plan
-        summary = first_epoch.summary
+        plan = self.timeline.first_plan
+        summary = plan.summary
         mixture = self.inputs.mixture
         return {
             "num_samples": summary.num_samples,
@@ -93,7 +93,7 @@ class CachedSource(Steps):
             "steps_without_packing": self.timeline.num_steps_without_packing(),
             "num_empty_micro_batches": self.timeline.num_empty_micro_batches(),
             "target_tokens": self.timeline.target_tokens_from(self.start),
-            "sources": {} if mixture is None else share_figures(counts_in(first_epoch, mixture)),
+            "sources": {} if mixture is None else share_figures(counts_in(plan, mixture)),
             "stages": self.timeline.figures(),
         }
 
@@ -188,7 +188,7 @@ class CachedSource(Steps):
             plan, first = span.plan, max(self.start - span.first_step, 0)
             # With a mixture, what a sample adds to its prefix differs between epochs.
             differs = self.inputs.shared is not None and self.inputs.plans_trees_per_epoch
-            samples = sample_figures(self.inputs, plan) if differs else self.figures
+            samples = sample_figures(self.inputs, self.inputs.shared_in(plan.packs)) if differs else self.figures
             figures = islice(figures_of_steps(plan, samples, is_dynamic=is_dynamic), first, None)
             rank = self.world.shared_by(self.world.size // plan.steps.world_size).data.rank
             steps = zip(self.planned_epoch(plan, span.epoch).steps(rank, first), figures, strict=True)
@@ -196,20 +196,18 @@ class CachedSource(Steps):
                 yield RankStep(micro_batches, lambda figures=step_figures: figures)  # type: ignore[misc]
 
 
-def sample_figures(inputs: Inputs, plan: EpochPlan | None = None) -> SampleFigures:
-    """The figures of all N samples of the caches; media and FLOPs of a shared prefix count for its first sample.
-
-    ``plan`` is that of the epoch; None for the first one.
-    """
+def sample_figures(inputs: Inputs, shared: SharedPrefixes | None) -> SampleFigures:
+    """The figures of all N samples of the caches; media and FLOPs of a shared prefix count for its first sample."""
     config, files, reader = inputs.for_training
     index, targets = reader.index, inputs.targets
-    shared = inputs.shared if plan is None else inputs.shared_in(plan.packs)
     costs = RunCosts.of(config, files.config)
 
     def flops_of(cost: CostModel) -> Costs:
-        return sample_costs(cost, index, targets) if shared is None else shared.sample_costs(cost, targets)
+        if shared is None:
+            return sample_costs(cost, index, targets)
+        return shared.sample_costs(cost, targets)
 
-    # The unit that the loss is averaged over: samples with at least one target, or target tokens.
+    # The loss is averaged over samples with at least one target, or over target tokens.
     loss_units = targets > 0 if config.loss_reduction == "sample" else targets
     return SampleFigures(
         index.media_tokens if shared is None else shared.media_tokens,

@@ -313,27 +313,26 @@ def assign_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: 
 def peak_memory_batches(
     config: TrainConfig, plan: EpochPlan, inputs: Inputs, shares: MediaShares | None = None
 ) -> tuple[RankTokens, ...]:
-    """The micro-batches of a rank that may need most memory.
+    """The longest micro-batches of a rank, with the most media of each kind that any micro-batch of the plan has.
 
-    These are ``longest_micro_batches`` with the maximum of each kind of media over all micro-batches of the plan; media
-    of inputs without caches are unknown. ``shares`` assigns media to ranks that share sequences; computed here if None.
+    ``shares`` assigns media to ranks that share sequences; computed here if None.
     """
     reader = inputs.reader
-    if reader is None:
+    if reader is None:  # a file of lengths has no media
         return longest_micro_batches(config, inputs.model, NO_MEDIA)
-    maxima = {name: int(tokens.max(initial=0)) for name, tokens in tokens_per_micro_batch(plan, inputs).items()}
-    media = RankTokens(**maxima)
+    max_per_kind = {name: int(tokens.max(initial=0)) for name, tokens in tokens_per_micro_batch(plan, inputs).items()}
+    max_tokens_of_rank = RankTokens(**max_per_kind)
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
         if shares is None:
-            media_of_plan = media_added(media_of_caches(reader.index, inputs.model), inputs, plan)
-            shares = assign_media(media_of_plan, inputs.model, plan, num_ranks)
-        media = _with_encoded_maxima(media, shares)
-    return longest_micro_batches(config, inputs.model, media)
+            media = media_added(media_of_caches(reader.index, inputs.model), inputs, plan)
+            shares = assign_media(media, inputs.model, plan, num_ranks)
+        max_tokens_of_rank = _with_local_maxima(max_tokens_of_rank, shares)
+    return longest_micro_batches(config, inputs.model, max_tokens_of_rank)
 
 
-def _with_encoded_maxima(tokens: RankTokens, shares: MediaShares) -> RankTokens:
-    """Add the maximum of the media tokens that a rank encodes by itself."""
+def _with_local_maxima(tokens: RankTokens, shares: MediaShares) -> RankTokens:
+    """Add the maximum of the media tokens that a rank's own towers encode."""
     max_vision = shares.max_per_rank(shares.media.tokens).max(initial=0)
     max_audio = shares.max_per_rank(shares.media.sounds).max(initial=0)
     return dataclasses.replace(

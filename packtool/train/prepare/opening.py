@@ -20,7 +20,7 @@ from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.constants import TRAIN_NEWLINE
 from packtool.encode.families import family_of
-from packtool.encode.loss_scale import Base, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import Base, LossScale, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
@@ -39,7 +39,6 @@ from packtool.train.prepare.caches import (
 from packtool.train.prepare.costs import with_costs
 from packtool.train.prepare.evaluation import with_evaluation
 from packtool.train.prepare.inputs import Inputs, TargetChoices
-from packtool.train.prepare.shared_prefixes import tower_work
 
 _NUM_TARGETS_ORDER: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
 """Order of the loss scales by their number of targets."""
@@ -72,7 +71,7 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
         return reader.index.target_tokens
     # The caches' own first: the other may be one of another size.
     models = (str(reader.manifests[0].identity.spec["model"]), model)
-    path = next((each for each in models if each and storage.exists(storage.join(each, "config.json"))), None)
+    path = next((each for each in models if each and _has_config(each)), None)
     if path is None:
         raise ConfigError(
             f"{recipe.place}: loss_scale and limits of media need the files of the caches' model, and {models[0]} "
@@ -81,29 +80,37 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
         )
     files = with_cache_template(reader, ModelFiles.load(path))
     check_sources(reader, recipe, files)
-    choices = choices_of_targets(reader, files, None, recipe)
+    return _target_tokens(reader, choices_of_targets(reader, files, None, recipe))
+
+
+def _has_config(model: str) -> bool:
+    return storage.exists(storage.join(model, "config.json"))
+
+
+def _target_tokens(reader: CacheReader, choices: TargetChoices) -> npt.NDArray[np.integer[Any]]:
+    """Target tokens of each sample, (N,), by the choices of each cache."""
     return RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
 
 
 def _target_choice(
     directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, setting: str
 ) -> TargetChoice | None:
-    """The choice of the target tokens of one cache for a loss scale; None if its export had the same.
+    """The choice of the target tokens of one cache for a loss scale; None if it was exported with an equal one.
 
-    ``setting`` names this loss scale in errors.
+    ``setting`` names the option or the place of the loss scale in errors.
     """
-    scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
-    if parse_loss_scale(scale) == parse_loss_scale(_exported_scale(manifest)):
+    full_scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
+    if parse_loss_scale(full_scale) == parse_loss_scale(_exported_scale(manifest)):
         return None
     processor_writes_text = bool(family_of(files.config).processor_inputs)
-    problem = _target_problem(manifest, scale, processor_writes_text=processor_writes_text)
+    problem = _target_problem(manifest, full_scale, processor_writes_text=processor_writes_text)
     if problem is None:
-        base, rules = parse_loss_scale(scale)
+        base, rules = parse_loss_scale(full_scale)
         among_exported = bool(rules) or processor_writes_text  # then only tokens that the export trains can be targets
         return TargetChoice.of_config(base, files.config, among_targets=among_exported)
     changes: dict[str, str | None] = {"loss_scale": loss_scale}
     if expand_problems(manifest.identity.spec.get("expand_turns"), loss_scale):
-        changes["expand_turns"] = None  # this loss scale needs an export without --expand-turns
+        changes["expand_turns"] = None  # leaves the option out of the command
     raise MismatchError(
         f"{directory} {problem}",
         f"Leave {setting} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
@@ -116,7 +123,7 @@ def _exported_scale(manifest: Manifest) -> str:
 
 
 def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
-    """The reason why a cache needs its rows to choose the targets of another loss scale; None if it does not.
+    """The reason why the targets of a loss scale cannot be chosen without the rows of a cache; None if they can.
 
     ``processor_writes_text`` is True if the model's own processor writes the texts of its samples.
     """
@@ -127,21 +134,28 @@ def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bo
             f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
             "cannot be told without the rows"
         )
-    if requested.rules or exported.rules:
-        # A cache does not record the parts of texts that rules weight. So rules must stay the same, and targets can
-        # only be limited to the last turn; but not with ``TRAIN_NEWLINE``, as turns in a cache end before line breaks.
-        limits_to_last_turn = (exported.base, requested.base) == ("default", "last_round")
-        if requested.rules != exported.rules or not limits_to_last_turn or TRAIN_NEWLINE in exported.rules:
-            return (
-                f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
-                "cannot be told without the rows"
-            )
-    if processor_writes_text and _NUM_TARGETS_ORDER[requested.base] > _NUM_TARGETS_ORDER[exported.base]:
+    if _weights_other_parts(requested, exported):
+        return (
+            f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
+            "cannot be told without the rows"
+        )
+    trains_more = _NUM_TARGETS_ORDER[requested.base] > _NUM_TARGETS_ORDER[exported.base]
+    if processor_writes_text and trains_more:
         return (
             f"was exported with --loss-scale {exported_scale}: among the tokens that {scale} trains in addition, "
             "placeholders of media cannot be told from text, because the model's own processor wrote them"
         )
     return None
+
+
+def _weights_other_parts(requested: LossScale, exported: LossScale) -> bool:
+    """Return whether a loss scale weights other parts of texts than that of the export; caches do not record these."""
+    if not requested.rules and not exported.rules:
+        return False
+    if requested.rules != exported.rules or TRAIN_NEWLINE in exported.rules:
+        return True  # turns in a cache end before the line breaks that TRAIN_NEWLINE trains
+    # With equal rules, targets can still be limited to the last turn.
+    return exported.base != "default" or requested.base != "last_round"
 
 
 def _trains_shared_tokens(manifest: Manifest, base: Base) -> bool:
@@ -155,7 +169,7 @@ def _trains_shared_tokens(manifest: Manifest, base: Base) -> bool:
 def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> Inputs:
     """Open the caches of a training run, check that they fit its model and options, and prepare their plans.
 
-    Plans of ``preview_inputs``, those of ``packtool plan`` for this run, are reused if they would be the same.
+    Equal plans of ``preview_inputs``, which ``packtool plan`` has prepared, are reused.
     """
     files = ModelFiles.load(config.model)
     directories, recipe = named_sources(config)
@@ -166,8 +180,7 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
     files = with_cache_template(reader, files)
     if recipe is not None:
         check_sources(reader, recipe, files)
-    choices = choices_of_targets(reader, files, config.loss_scale, recipe)
-    targets = RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
+    target_choices = choices_of_targets(reader, files, config.loss_scale, recipe)
     saved_plan = None
     if config.plan is not None:
         saved_plan = read_plan(config.plan)
@@ -178,8 +191,9 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
         reader,
         recipe,
         files,
-        targets=targets,
-        target_choices=choices,
+        lengths=reader.index.length,
+        targets=_target_tokens(reader, target_choices),
+        target_choices=target_choices,
         saved_plan=saved_plan,
         notes=(*_web_media_warning(config, reader), *evaluation_notes),
     )
@@ -210,7 +224,7 @@ def _may_have_web_media(manifest: Manifest) -> bool:
 
 
 def open_to_plan(config: PlanConfig, sweep_length: int | None = None) -> Inputs:
-    """Open the caches, or the file of lengths, of ``packtool plan``; the inputs are not yet ``prepared``.
+    """Open the caches, or the file of lengths, of ``packtool plan``; the caller calls ``prepared``.
 
     With ``--sweep``, ``sweep_length`` replaces the packing length of ``config``.
     """
@@ -220,14 +234,15 @@ def open_to_plan(config: PlanConfig, sweep_length: int | None = None) -> Inputs:
     if reader is not None:
         lengths: npt.NDArray[np.integer[Any]] = reader.index.length
         targets = planned_targets(reader, recipe, config.model)
-        max_length = max(manifest.max_length for manifest in reader.manifests)
+        default_length = max(manifest.max_length for manifest in reader.manifests)
     else:
-        lengths = targets = read_lengths(str(config.lengths))
-        max_length = packing_length or int(lengths.max(initial=1))
+        lengths = targets = read_lengths(str(config.lengths))  # every token is a target
+        default_length = packing_length or int(lengths.max(initial=1))
     files = _planned_model_files(config, reader)
-    max_length = config.max_length or max_length
-    # Samples longer than a pack are left out; with --max-length they are an error, as in training, except in a sweep.
-    if packing_length is not None and (config.max_length is None or sweep_length is not None):
+    max_length = config.max_length or default_length
+    # Samples longer than a pack are left out. With --max-length, they are an error as in training, except in a sweep.
+    leaves_out_longer = config.max_length is None or sweep_length is not None
+    if packing_length is not None and leaves_out_longer:
         max_length = min(max_length, packing_length)
     num_data_ranks = config.world_size // config.sequence_parallel_ranks
     options = plan_options(config, max_length=max_length, world_size=num_data_ranks)
@@ -242,7 +257,7 @@ def _planned_model_files(config: PlanConfig, reader: CacheReader | None) -> Mode
     model = config.model
     if model is None and reader is not None:
         exported_model = str(reader.manifests[0].identity.spec["model"])
-        if storage.exists(storage.join(exported_model, "config.json")):
+        if _has_config(exported_model):
             model = exported_model
     return None if model is None else ModelFiles.load(model)
 
@@ -257,25 +272,19 @@ def _make_inputs(
 ) -> Inputs:
     """Make ``Inputs`` with the costs of the model, or of a model with 8 billion weights if ``files`` is None.
 
-    ``fields`` are further fields of ``Inputs``; lengths and media are by default those of the caches of ``reader``.
+    ``fields`` are the other fields of ``Inputs``, such as ``lengths``.
     """
     model = MODEL_PRESETS["8b"] if files is None else files.config
-    options = with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
-    assert options.cost is not None, "with_costs adds it"
-    cache_fields: dict[str, Any] = {}
-    if reader is not None:
-        index = reader.index
-        cache_fields = {"lengths": index.length, "media_tokens": index.media_tokens}
-        cache_fields["towers"] = tower_work(options.cost, index)
     return Inputs(
         config=config,
-        options=options,
+        options=with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type),
         reader=reader,
+        media_tokens=None if reader is None else reader.index.media_tokens,
         recipe=recipe,
         model=model,
         files=files,
         sequence_parallel_size=config.sequence_parallel_ranks,
-        **{**cache_fields, **fields},
+        **fields,
     )
 
 

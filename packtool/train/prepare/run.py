@@ -75,32 +75,34 @@ class Run:
     ) -> Run:
         """Check that model, caches or rows, options and checkpoint fit, and plan the first epoch; takes seconds.
 
-        For a run on caches, ``resume_point`` replaces that of the options and output directory, and the plans of
-        ``preview_inputs``, those of ``packtool plan``, are reused.
+        Args:
+            resume_point: of a run on caches; None to find it by the options and the output directory.
+            preview_inputs: of ``packtool plan``, whose plans are reused where they are the same.
         """
         config = with_resumed_folder(config)
         if config.streaming:
             return cls._of_stream(config, world)
         inputs = open_to_train(config, preview_inputs)
-        config, _, _ = inputs.for_training  # with defaults that depend on the caches
+        config = inputs.for_training.config  # with defaults that depend on the caches
         if resume_point is None:
             resume_point = ResumePoint.of(config)
         batch_shape = BatchShape.of(config, world.data.size)
         if config.locked is not None and world.is_first:
             check_locked(config.locked, inputs, batch_shape)
         position = find_position(resume_point, inputs.state(batch_shape), world, inputs)
+        source = CachedSource(
+            inputs=inputs,
+            timeline=position.timeline,
+            world=world,
+            start=resume_point.start,
+            figures=sample_figures(inputs, inputs.shared),
+        )
         axes_by_size = _axes_by_size(inputs, position.timeline, world)
         sharing_notes = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
         return cls(
             config=config,
             world=world,
-            source=CachedSource(
-                inputs=inputs,
-                timeline=position.timeline,
-                world=world,
-                start=resume_point.start,
-                figures=sample_figures(inputs),
-            ),
+            source=source,
             state=position.state,
             resume_point=resume_point,
             axes_by_size=axes_by_size,
@@ -120,9 +122,9 @@ class Run:
             state.check_continues(checkpoint, saved_state)
             check_resumable(checkpoint, world.rank, world.size)
             position = read_stream_state(checkpoint, world.data.rank)  # ranks that share sequences read the same rows
-            source = dataclasses.replace(source, start=resume_point.start, start_position=position)
-        assumed_lengths = np.array([source.spec.max_length])  # as no sample is read yet
-        axes = axes_of(config, world, source.files, assumed_lengths, trained=True)
+            source = dataclasses.replace(source, start=saved_state.step, start_position=position)
+        max_length = np.array([source.spec.max_length])  # no sample is read yet, so all may be as long
+        axes = axes_of(config, world, source.files, max_length, trained=True)
         return cls(
             config=config,
             world=world,
@@ -271,22 +273,25 @@ def _check_changed_settings(
     panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
     # Another directory of ``adapters`` has no effect, because their weights are in the checkpoint.
     refused = [name for name in changes if panels[name] in _OPTIMIZER_PANELS and name != "adapters"]
-    # The learning rate schedule follows from the number of steps. This may change with data or ranks, not by options.
     schedule_lines = []
     num_planned = steps_planned(checkpoint)
-    may_shift_schedule = config.lr_scheduler_type == "constant" or config.data_change == "allow"
-    if num_steps != num_planned and not may_shift_schedule:
-        changed_length_options = [name for name in _LENGTH_OPTIONS if name in changes]
-        if changed_length_options or not ranks_changed:
-            refused += changed_length_options
-            line = f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"
-            schedule_lines.append(line)
+    if num_steps != num_planned and not _may_shift_schedule(config, changes, ranks_changed=ranks_changed):
+        refused += [name for name in _LENGTH_OPTIONS if name in changes]
+        line = f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"
+        schedule_lines.append(line)
     if refused or schedule_lines:
         lines = [f"  - {flag(name)}: {changes[name][0]} in the checkpoint, {changes[name][1]} now" for name in refused]
         raise MismatchError(
             "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *schedule_lines]),
             f"Resume with the settings of that run; or {ONLY_MODEL}",
         )
+
+
+def _may_shift_schedule(config: TrainConfig, changes: Mapping[str, Any], *, ranks_changed: bool) -> bool:
+    """Return whether the number of steps, and so the learning rate schedule, may change: with data and ranks only."""
+    if config.lr_scheduler_type == "constant" or config.data_change == "allow":
+        return True
+    return ranks_changed and not any(name in changes for name in _LENGTH_OPTIONS)
 
 
 def _changed_settings(config: TrainConfig, checkpoint: str) -> dict[str, tuple[str, str]]:

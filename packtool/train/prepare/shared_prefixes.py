@@ -35,7 +35,8 @@ from packtool.train.prepare.caches import export_command
 
 MIN_SAVING = 0.05
 """The fraction of tokens that ``--share-prefix auto`` must save to share prefixes."""
-_MIN_MENTIONED = 0.01
+_MIN_MENTIONED_SAVING = 0.01
+"""The fraction from which on a message says that ``auto`` shares none."""
 
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
@@ -61,7 +62,7 @@ class SharedPrefixes:
         """Prefixes for epochs that each draw their samples, without trees; None if they cannot be shared."""
         if config.share_prefix == "false" or conflicts_of_sharing(config, model):
             return None
-        recorded = _prefixes(reader, is_required=config.share_prefix == "true")
+        recorded = _recorded_prefixes(reader, is_required=config.share_prefix == "true")
         if recorded is None:
             return None
         nothing = np.zeros(0, np.int64)
@@ -71,14 +72,14 @@ class SharedPrefixes:
     def drawn(self, max_media_tokens: int | None) -> DrawnPrefixes:
         """The prefixes for epochs that draw their samples; a tree has at most ``max_media_tokens``."""
         media_tokens = self.index.media_tokens, self.prefixes.prefixes.media_tokens
-        prefixes = _as_planned(self.prefixes, len(self.index.length))
+        prefixes = _planner_prefixes(self.prefixes, len(self.index.length))
         return DrawnPrefixes(prefixes, media_tokens, MIN_SHARED, max_media_tokens)
 
     def in_packs(self, packs: PackPlan) -> SharedPrefixes:
         """The same prefixes with the trees of an epoch's packs; a sample counts as the copy that shares least."""
         if packs.shared_tokens is None:
             packs = replace(packs, shared_tokens=np.zeros_like(packs.lengths))
-        trees = rebuild_trees(packs, _as_planned(self.prefixes, len(self.index.length)), min_shared=MIN_SHARED)
+        trees = rebuild_trees(packs, _planner_prefixes(self.prefixes, len(self.index.length)), min_shared=MIN_SHARED)
         assert trees is not None, "the packs were made from these prefixes"
         return replace(self, trees=trees)
 
@@ -171,32 +172,33 @@ def find_shared_prefixes(
     max_media_tokens: int | None = None,
     limit: int | None = None,
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """Find the prefixes that samples share, by ``--share-prefix``; and a message if they could share more.
+    """Find the prefixes that samples share, by ``--share-prefix``; else None, and maybe the reason.
 
     Args:
         model: its ``config.json``.
         capacity: maximum tokens of a pack.
-        max_length: longer samples are left out.
-        max_samples, max_media_tokens: of a tree.
+        max_length: maximum tokens of a sample; longer ones are left out.
+        max_samples, max_media_tokens: maxima of a tree, which is a group of samples that share prefixes.
         limit: use only the first ``limit`` samples.
     """
     if config.share_prefix == "false":
         return None, None
-    is_required = config.share_prefix == "true"
-    recorded = _prefixes(reader, is_required=is_required)
+    recorded = _recorded_prefixes(reader, is_required=config.share_prefix == "true")
     lengths = reader.index.length[:limit]
     kept_lengths = lengths if max_length is None else lengths[lengths <= max_length]
-    if recorded is None or not len(kept_lengths) or kept_lengths.max() > capacity:
-        return None, None  # the planner reports samples that are longer than a pack
-    num_prefixes = recorded.offsets[len(lengths)]  # of the first ``limit`` samples
+    has_too_long_sample = kept_lengths.max(initial=0) > capacity  # which the planner reports
+    if recorded is None or not len(kept_lengths) or has_too_long_sample:
+        return None, None
+    prefixes = _planner_prefixes(recorded, len(lengths))
+    prefix_media_tokens = recorded.prefixes.media_tokens[: len(prefixes.lengths)]
     trees = plan_trees(
         lengths,
-        _as_planned(recorded, len(lengths)),
+        prefixes,
         capacity=capacity,
         min_shared=MIN_SHARED,
         max_length=max_length,
         max_samples=max_samples,
-        media_tokens=(reader.index.media_tokens[: len(lengths)], recorded.prefixes.media_tokens[:num_prefixes]),
+        media_tokens=(reader.index.media_tokens[: len(lengths)], prefix_media_tokens),
         max_media_tokens=max_media_tokens,
     )
     return decide_sharing(config, model, [SharedPrefixes(reader.index, recorded, trees)])
@@ -205,8 +207,9 @@ def find_shared_prefixes(
 def decide_sharing(
     config: SharingOptions, model: Mapping[str, Any], epochs: Sequence[SharedPrefixes]
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """Return the prefixes of the first epoch if sharing those of all ``epochs`` is worth it, and a message if not."""
-    is_required, conflicts = config.share_prefix == "true", conflicts_of_sharing(config, model)
+    """Return the prefixes of the first of ``epochs`` if sharing all saves enough; else None, and maybe why."""
+    conflicts = conflicts_of_sharing(config, model)
+    is_required = config.share_prefix == "true"
     num_shared = sum(each.trees.num_shared_tokens for each in epochs)
     if not num_shared:
         message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
@@ -218,7 +221,7 @@ def decide_sharing(
     if saves_enough:
         message = f"{saved:.0%} of the tokens could be saved, but each sample is computed in full"
         return None, f"shared prefixes: {message}: that cannot be combined with {conflicts[0]}"
-    if conflicts or saved < _MIN_MENTIONED:
+    if conflicts or saved < _MIN_MENTIONED_SAVING:
         return None, None
     return None, (
         f"shared prefixes: {saved:.1%} of the tokens could be saved, too few to be worth it: each sample "
@@ -265,9 +268,9 @@ def load_shared_prefixes(packs: PackPlan, parts: str, reader: CacheReader) -> Sh
     """
     if packs.shared_tokens is None:
         return None
-    prefixes = _prefixes(reader, is_required=True)
-    assert prefixes is not None, "_prefixes raises an error for required prefixes"
-    trees = rebuild_trees(packs, _as_planned(prefixes, len(reader)), min_shared=MIN_SHARED)
+    prefixes = _recorded_prefixes(reader, is_required=True)
+    assert prefixes is not None, "required prefixes are an error if they are missing"
+    trees = rebuild_trees(packs, _planner_prefixes(prefixes, len(reader)), min_shared=MIN_SHARED)
     if trees is None:
         raise MismatchError(
             "--plan shares prefixes that the caches do not record", "Make it again with packtool plan --save."
@@ -283,13 +286,13 @@ def part_placement(config: TrainConfig | PlanConfig) -> PartPlacement:
     return "together" if config.max_rows_per_tree is None else "apart"
 
 
-def _as_planned(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:
-    """The prefixes of the first ``num_samples`` samples, as ``plan_trees`` takes them."""
+def _planner_prefixes(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:
+    """The prefixes of the first ``num_samples`` samples, for the planner of trees."""
     offsets = prefixes.offsets[: num_samples + 1]
     return Prefixes(offsets, prefixes.prefixes.lengths[: offsets[-1]], prefixes.prefixes.hashes[: offsets[-1]])
 
 
-def _prefixes(reader: CacheReader, *, is_required: bool) -> SplitPrefixes | None:
+def _recorded_prefixes(reader: CacheReader, *, is_required: bool) -> SplitPrefixes | None:
     """The recorded prefixes of all samples; if a cache has none, None, or a MismatchError if ``is_required``."""
     prefixes = reader.prefixes()
     if prefixes is not None or not is_required:
