@@ -28,14 +28,15 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
     from packtool.rows.hubs import with_local_copies
     from packtool.rows.sample import drop_notes
 
-    block_pandas()
+    block_pandas()  # not needed, and slow to import
     config = with_local_copies(config)
     with terminal_progress() as progress:
         summary = _interruptible_export(config, progress)
     if summary.num_missing_shards:
-        missing = f"{summary.num_missing_shards} shards of other parts are missing"
-        advice = "the last part to finish publishes the cache (or the same command with --finalize)"
-        progress.note(f"part {config.task_index} of {config.num_tasks} is done; {missing}, and {advice}")
+        progress.note(
+            f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing_shards} shards of other "
+            "parts are missing, and the last part to finish publishes the cache (or the same command with --finalize)"
+        )
     title = _title(config, summary.already_finished)
     invocation.show(export_figures(summary), table(title, export_lines(summary)))
     for note in drop_notes(summary.dropped, summary.num_rows):
@@ -99,19 +100,21 @@ def run_check(config: CheckConfig, invocation: Invocation) -> None:
     from packtool.rows.hubs import with_local_copies
 
     block_pandas()
-    drops: list[str] = []
-    on_overlap = "keep" if config.max_overlap is None else "drop"
+    on_overlap = "keep" if config.max_overlap is None else "drop"  # only dropped rows can be counted
     export_config = with_local_copies(part_of(ExportConfig, config, output_dir="", dry_run=True, on_overlap=on_overlap))
+    drops: list[str] = []
     with interruptible_progress() as progress:
-        summary = export(export_config, progress, drops)
+        summary = export(export_config, progress, drops)  # adds to ``drops``
     figures = check_figures(summary, drops, config)
     lines = markdown_lines(figures, config)
     invocation.show(figures, lines)
     _report_check(config, figures, lines)
-    if not figures["passed"]:
-        error = DataError(verdict(figures, config), "packtool explain CODE explains a reason.", code="D009")
-        error.code = error.code if figures["num_dropped"] > figures["num_allowed"] else "D010"
-        raise error
+    if figures["passed"]:
+        return
+    problem, remedy = verdict(figures, config), "packtool explain CODE explains a reason."
+    if figures["num_dropped"] > figures["num_allowed"]:
+        raise DataError(problem, remedy, code="D009")
+    raise DataError(problem, remedy, code="D010")  # too many overlaps
 
 
 def _report_check(config: CheckConfig, figures: Mapping[str, Any], lines: Sequence[str]) -> None:

@@ -295,25 +295,15 @@ class PanelCommand(typer.core.TyperCommand):
                 formatter.write_dl(records)
 
 
-def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: UnknownOptions) -> Callable[..., None]:
+def command_of(
+    cls: type[T], run: Callable[[T, Invocation], None], unknown_options: UnknownOptions
+) -> Callable[..., None]:
     """Return a typer command with all options of ``cls``; it calls ``run`` with the merged settings."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        """Merge the options, ``values`` by parameter name, with the other sources of settings, and call ``run``."""
-        # Parameters of common options end with an underscore; all others are fields of ``cls``.
         common_values = {name: values.pop(f"{name}_") for name in _common_options(cls)}
-        file_values, problems = _read_config(cls, common_values["config"], common_values.get("from"), unknown)
-        config = resolve(
-            cls,
-            values,
-            sets=common_values["set"] or (),
-            environ=os.environ,
-            file=file_values,
-            describe_unknown=unknown.in_settings,
-            warn=unknown.warn,
-            source_problems=problems,
-        )
-        unknown.warn_of_variables(os.environ)
+        config = _merge_settings(cls, values, common_values, unknown_options)
+        unknown_options.warn_of_variables(os.environ)
         try:
             run(config, Invocation(arguments=ctx.obj, as_json=common_values["json"]))
         except KeyboardInterrupt:
@@ -328,8 +318,26 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
     return command
 
 
+def _merge_settings(
+    cls: type[T], flags: Mapping[str, Any], common_values: Mapping[str, Any], unknown_options: UnknownOptions
+) -> T:
+    """Merge the settings of all sources: flags, ``--config``, ``--set`` and the environment."""
+    path, tool = common_values["config"], common_values.get("from")
+    file_values, problems = _read_config(cls, path, tool, unknown_options)
+    return resolve(
+        cls,
+        flags,
+        sets=common_values["set"] or (),
+        environ=os.environ,
+        file=file_values,
+        describe_unknown=unknown_options.in_settings,
+        warn=unknown_options.warn,
+        source_problems=problems,
+    )
+
+
 def _parameters(cls: type) -> list[inspect.Parameter]:
-    """Return the parameters of a command: typer's context, the fields of its settings, and the common options."""
+    """Return the parameters of a command: typer's context, fields of its settings, and common options (``NAME_``)."""
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_option(field, cls) for field in _flags(cls)]
     for name, (_, value_class, typer_options) in _common_options(cls).items():
@@ -398,19 +406,19 @@ def _metavar(field: dataclasses.Field[Any], cls: type) -> str:
 
 
 def _read_config(
-    cls: type, path: str | None, from_option: str | None, unknown: UnknownOptions
+    cls: type, path: str | None, tool: str | None, unknown_options: UnknownOptions
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of ``--config``, and the problems of their translation if they are those of another tool."""
     if path is None:
-        if from_option is not None:
-            raise ConfigError(f"--from {from_option}: give it with --config, which names the file")
+        if tool is not None:
+            raise ConfigError(f"--from {tool}: give it with --config, which names the file")
         return {}, []
     if cls not in _TRANSLATED:
         return load_config_file(path), []
-    source = read_file(path, from_option, f"--config {path}")
+    source = read_file(path, tool, f"--config {path}")
     if not source.tool:
         return source.values, []
     names = [field.name for field in dataclasses.fields(cls)]
-    translation = translate(source, names, unknown.command, os.environ)
-    unknown.warn(report(translation))
+    translation = translate(source, names, unknown_options.command, os.environ)
+    unknown_options.warn(report(translation))
     return translation.values, translation.problems

@@ -75,17 +75,18 @@ def _value_schema(field: dataclasses.Field[Any], cls: type) -> Schema:
     """Return the schema of the values of an option's declared type; null leaves an option unset."""
     annotations = annotations_of(declared_type(field, cls))
     plain_type = value_type(field, cls)
-    generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``Mapping``; None for ``int``, ``str``, ...
+    generic = typing.get_origin(plain_type)  # None for ``int``, ``str``, ...
     if generic is Literal:
         return _choices_schema(typing.get_args(plain_type), annotations)
     if generic is tuple:
         item: Schema = {"type": ["string", "number", "boolean"]}
         return {"type": ["array", "string", "number", "boolean", "null"], "items": item}
-    if generic is not None:
+    if generic is Mapping:
         return {"type": ["object", "string", "null"]}  # a string is read as JSON
     if plain_type is str:
         return {"type": ["string", "number", "boolean", "null"]}
-    if recomputed_layers in annotations:  # true, false, auto, or a number of layers
+    accepts_number_of_layers = recomputed_layers in annotations  # or a boolean, or auto
+    if accepts_number_of_layers:
         return {"type": ["boolean", "integer", "string", "null"], "minimum": 0}
     if plain_type is bool:
         return _words_schema([True, False], [*TRUE_WORDS, *FALSE_WORDS])

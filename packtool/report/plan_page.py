@@ -32,6 +32,7 @@ _MAX_LINES = 80
 _LINE_HEIGHT, _LINE_GAP = 9, 2  # of lines of samples, in CSS pixels
 _LINE_PITCH = _LINE_HEIGHT + _LINE_GAP
 _MIN_WIDTH = 6  # units of the axis; narrower samples have neither a border nor a hint
+_MIN_SHOWN_PADDING = 0.05  # with less, the page does not compare the tokens without packing
 _PREFIX_STYLE = "prefix"
 _FINGERPRINT = re.compile("[0-9a-f]{12,}")
 _EPOCH_TICKS = [(0.0, "first"), (0.25, "25%"), (0.5, "50%"), (0.75, "75%"), (1.0, "last")]
@@ -43,21 +44,17 @@ Block = tuple[int, str | None]
 
 
 def page_content(preview: Preview, figures: Figures, command: str, title: str) -> dict[str, Any]:
-    """Collect what ``page`` shows about a plan; ``figures`` is the output of ``packtool plan --json``."""
+    """Collect the content of ``page`` about a plan; ``figures`` is the output of ``packtool plan --json``."""
     packs = preview.plan.full_packs
+    first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each pack
     balance = preview.plan.summary.balance
     assert balance is not None, "previews are planned with costs"
-    padding = figures["padding_of_plain_batches"]
-    first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each pack
-    sample_counts = [  # they add up to all samples of the caches
-        ("in the plan", figures["num_distinct_samples"]),
-        ("not drawn in this epoch", figures["not_drawn"]),
-        ("longer than --max-length" if figures["sources"] is None else "too long or too short", figures["filtered"]),
-    ]
+    has_ranks = preview.options.world_size > 1
+    padding = figures["padding_of_plain_batches"]  # without packing
     return {
         "title": title,
         "headline": _headline(figures),
-        "sample_counts": [(name, count) for name, count in sample_counts if count],
+        "sample_counts": _sample_counts(figures),
         "dropped": _dropped_counts(preview),
         "lengths": length_histogram(packs.full_lengths),
         "capacity": packs.capacity,
@@ -67,9 +64,9 @@ def page_content(preview: Preview, figures: Figures, command: str, title: str) -
             "rows": figures["rows_of_plain_batches"],
             "padding": percent(padding),
             "times": times_without_packing(figures),
-            "shows_times": padding > 0.05,  # whether the page mentions "times"
+            "shows_times": padding > _MIN_SHOWN_PADDING,
         },
-        "balance": (_maxima(balance.steps_before), _maxima(balance.steps)) if preview.options.world_size > 1 else None,
+        "balance": (_maxima(balance.steps_before), _maxima(balance.steps)) if has_ranks else None,
         "processes_per_rank": preview.first_inputs.sequence_parallel_size,
         "shared": _shared_content(packs, figures),
         "mixture": _mixture_content(preview, figures),
@@ -81,6 +78,17 @@ def page_content(preview: Preview, figures: Figures, command: str, title: str) -
         ],
         "commands": [("This page was made by", command)],
     }
+
+
+def _sample_counts(figures: Figures) -> list[tuple[str, int]]:
+    """Return (name, count) of the samples used and not used; together they are all samples of the caches."""
+    is_mixture = figures["sources"] is not None
+    counts = [
+        ("in the plan", figures["num_distinct_samples"]),
+        ("not drawn in this epoch", figures["not_drawn"]),
+        ("too long or too short" if is_mixture else "longer than --max-length", figures["filtered"]),
+    ]
+    return [(name, count) for name, count in counts if count]
 
 
 def _dropped_counts(preview: Preview) -> list[tuple[str, int]]:
@@ -95,23 +103,19 @@ def _dropped_counts(preview: Preview) -> list[tuple[str, int]]:
 
 
 def _mixture_content(preview: Preview, figures: Figures) -> dict[str, Any] | None:
-    """Return the counts of each source and its share along the steps, of the epoch or of all stages of a run."""
-    mixture = preview.first_inputs.mixture  # of the first stage, whose sources are those of all stages
-    counts = preview.counts_of_steps  # (steps, sources, units), for each unit of ``MixUnit``
-    if counts is None or mixture is None:
+    """Return the counts and shares of each source, in the epoch or in all stages of a run; None without a mixture."""
+    mixture = preview.first_inputs.mixture  # all stages have its sources
+    if preview.counts_of_steps is None or mixture is None:
         return None
-    sources = figures["sources"]  # of the epoch, by name
-    stages = []  # start of each stage as a fraction of the run, its title, and a table row for each source
+    counts, sources = preview.counts_of_steps, figures["sources"]
+    stages = []
     if figures["stages"]:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
         sources = share_figures(added(by_name(stage.source_counts(), stage.mixture) for stage in timeline.stages))
-        for stage in figures["stages"]:
-            _, *stage_rows = source_rows(stage["sources"])  # without the heading
-            stages.append(((stage["first_step"] - 1) / timeline.num_steps, stage_title(stage), stage_rows))
+        stages = [_stage_content(stage, timeline.num_steps) for stage in figures["stages"]]
     num_steps = len(counts)
-    # An interval of the chart has 100 steps; fewer in a run of less than 400 steps, more in a run of more than 6,000.
-    steps_per_interval = max(min(100, math.ceil(num_steps / 4)), math.ceil(num_steps / _MAX_INTERVALS))
+    steps_per_interval = _steps_per_interval(num_steps)
     unit_counts = counts[:, :, UNITS.index(mixture.unit)]  # (steps, sources)
     heading, *rows = source_rows(sources)
     return {
@@ -124,6 +128,18 @@ def _mixture_content(preview: Preview, figures: Figures) -> dict[str, Any] | Non
         "stages": stages,
         "of": "run" if stages else "epoch",
     }
+
+
+def _stage_content(stage: Figures, num_steps: int) -> tuple[float, str, list[tuple[str, ...]]]:
+    """Return a stage's start as a fraction of the run, its title, and a table row for each of its sources."""
+    _, *rows = source_rows(stage["sources"])  # without the heading
+    return (stage["first_step"] - 1) / num_steps, stage_title(stage), rows
+
+
+def _steps_per_interval(num_steps: int) -> int:
+    """Return 100 steps, fewer for at least four intervals, or more for at most ``_MAX_INTERVALS``."""
+    steps = min(100, math.ceil(num_steps / 4))
+    return max(steps, math.ceil(num_steps / _MAX_INTERVALS))
 
 
 def _interval_shares(
@@ -192,18 +208,20 @@ def _shared_content(packs: PackPlan, figures: Figures) -> dict[str, Any] | None:
 def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> list[tuple[str, str, list[Branch]]]:
     """Return (name, note, branches) of the tree that saves most tokens and of the median one of those that save any.
 
-    ``shared``: tokens that each sample shares with the sample before it, (N,).
+    ``shared``: tokens that each sample shares with the sample before it, (N,); a tree begins where this is 0.
     """
-    # A tree begins with a sample that shares nothing with the sample before it.
     starts = np.flatnonzero(shared == 0)
     stops = np.append(starts[1:], packs.num_samples)
     tokens_saved = np.add.reduceat(shared, starts, dtype=np.int64)
-    by_savings = np.argsort(-tokens_saved, kind="stable")
     num_saving = int(np.count_nonzero(tokens_saved))  # trees of a single sample save nothing
-    examples = [("The tree that saves most", 0), ("The median tree", num_saving // 2)]  # numbers in ``by_savings``
+    saving = np.argsort(-tokens_saved, kind="stable")[:num_saving]
+    examples = []
+    if num_saving > 0:
+        examples.append(("The tree that saves most", saving[0]))
+    if num_saving > 1:
+        examples.append(("The median tree", saving[num_saving // 2]))
     trees = []
-    for name, number in examples[:num_saving]:
-        tree = by_savings[number]
+    for name, tree in examples:
         start, stop = int(starts[tree]), int(stops[tree])
         drawn_stop = min(stop, start + _MAX_TREE_SAMPLES)
         trees.append((name, _tree_note(packs, start, stop), _branches(packs, start, drawn_stop)))
@@ -235,59 +253,62 @@ def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
 
 
 def page(content: Figures) -> str:
-    """Return the page as HTML; ``content`` is the result of ``page_content``.
-
-    ``sample_counts`` and ``dropped`` are (name, count), and ``packs`` are the branches of some packs. ``balance`` are
-    two lists of each step's FLOPs of the slowest rank ÷ mean: with round-robin assignment, and as planned. ``figures``
-    are (name, value), where long hexadecimal values are fingerprints.
-    """
-    mixture, balance, sample_counts = content["mixture"], content["balance"], content["sample_counts"]
-    num_cached = sum(count for _, count in sample_counts) or 1  # all samples of the caches; at least 1, to divide by it
-    is_packed = sum(content["lengths"].counts) > sum(content["fills"].counts)  # more samples than packs
-    figures = []
-    commands = list(content["commands"])  # the page shows fingerprints in the same list, because they are as long
-    for name, value in content["figures"]:
-        if _FINGERPRINT.fullmatch(value):
-            commands.append((f"Fingerprint of the {name}", value))
-        else:
-            figures.append((name, value))
+    """Return the page as HTML; ``content`` is the result of ``page_content``."""
+    mixture, balance, capacity = content["mixture"], content["balance"], content["capacity"]
+    num_samples, num_packs = sum(content["lengths"].counts), sum(content["fills"].counts)
+    is_packed = num_samples > num_packs
+    counts = [count for _, count in content["sample_counts"]]
+    num_cached = max(sum(counts), 1)
+    samples = [
+        (_colour(number), name, count, percent(count / num_cached))
+        for number, (name, count) in enumerate(content["sample_counts"])
+    ]
+    figures, fingerprints = _split_fingerprints(content["figures"])
+    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
+    trees = content["shared"]["trees"] if content["shared"] else []
     return render(
         "plan.html",
         plan=content,
         is_packed=is_packed,
         num_cached=num_cached,
-        samples=[  # style, name, count, share of all cached samples
-            (_colour(number), name, count, percent(count / num_cached))
-            for number, (name, count) in enumerate(sample_counts)
-        ],
-        sample_bar=divided_bar([count for _, count in sample_counts]),
+        samples=samples,
+        sample_bar=divided_bar(counts),
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
         balance=balance_chart(*balance) if balance else None,
-        is_round_robin=balance is None or list(balance[0]) == list(balance[1]),  # balancing has changed nothing
+        is_round_robin=balance is None or list(balance[0]) == list(balance[1]),
         figures=figures,
-        commands=commands,
-        **_pack_drawings(content, is_packed=is_packed),
+        commands=[*content["commands"], *fingerprints],
+        lengths=histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
+        fills=histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
+        trees=[(name, note, tree_drawing(branches)) for name, note, branches in trees],
+        **_pack_drawings(content["packs"], capacity, batch_size=content["without_packing"]["rows"]),
     )
 
 
-def _pack_drawings(content: Figures, *, is_packed: bool) -> dict[str, Any]:
-    """Return the histograms and the drawings of packs, of the same samples without packing, and of prefix trees."""
-    packs, capacity = content["packs"], content["capacity"]
-    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
-    padded_blocks = plain_batches(packs, batch_size=content["without_packing"]["rows"])
+def _split_fingerprints(figures: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return (name, value) of the figures without fingerprints, and of the fingerprints."""
+    others, fingerprints = [], []
+    for name, value in figures:
+        if _FINGERPRINT.fullmatch(value):
+            fingerprints.append((f"Fingerprint of the {name}", value))
+        else:
+            others.append((name, value))
+    return others, fingerprints
+
+
+def _pack_drawings(packs: Sequence[Sequence[Branch]], capacity: int, batch_size: int) -> dict[str, Any]:
+    """Return drawings of packs (their branches), and of the same samples in padded batches, with their counts."""
+    padded_blocks = plain_batches(packs, batch_size)
     num_padded_tokens = sum(num_tokens for num_tokens, _ in padded_blocks)
-    trees = content["shared"]["trees"] if content["shared"] else []
+    # A pack has one branch for each sample, and further ones for prefixes that several samples share.
+    num_samples = sum(branch.num_samples == 1 for pack in packs for branch in pack)
     return {
-        "lengths": histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
-        "fills": histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
         "packed": packs_drawing(packs, capacity),
         "padded": blocks_drawing(padded_blocks, capacity),
-        # A pack has one branch for each sample, and further ones for prefixes that several samples share.
-        "num_samples": sum(branch.num_samples == 1 for pack in packs for branch in pack),
-        "trees": [(name, note, tree_drawing(branches)) for name, note, branches in trees],
-        "num_lines": math.ceil(num_padded_tokens / capacity),  # that the padded samples need
-        "max_lines": _MAX_LINES,  # of them that are drawn
+        "num_samples": num_samples,
+        "num_lines": math.ceil(num_padded_tokens / capacity),
+        "max_lines": _MAX_LINES,
     }
 
 
@@ -486,18 +507,19 @@ def _shapes_of_pieces(
 ) -> list[Box | Boxes]:
     """Return a box for each wide piece (tokens, style, position in tokens), and the narrow ones together by style."""
     shapes: list[Box | Boxes] = []
-    narrow: dict[str, list[Rectangle]] = {}  # narrow pieces by style
+    narrow_by_style: dict[str, list[Rectangle]] = {}
     for num_tokens, block_style, position in pieces:
         line, start = divmod(position, capacity)
-        x, y = start / capacity * AXIS_LENGTH, line * _LINE_PITCH
+        x = start / capacity * AXIS_LENGTH
+        y = line * _LINE_PITCH
         width = num_tokens / capacity * AXIS_LENGTH
         if width >= _MIN_WIDTH:
-            style, hint = _style_and_hint(block_style, padded=padded)
-            shapes.append(Box(x, y, width, _LINE_HEIGHT, style, f"{num_tokens:,} tokens {hint}"))
+            box_style, hint = _style_and_hint(block_style, padded=padded)
+            shapes.append(Box(x, y, width, _LINE_HEIGHT, box_style, f"{num_tokens:,} tokens {hint}"))
         elif block_style is not None:  # narrow padding and free space are left to the background
-            # A tenth of the width is left free in place of a border.
-            narrow.setdefault(block_style, []).append((x, y, width * 0.9, _LINE_HEIGHT))
-    shapes += [Boxes(rectangles, style) for style, rectangles in narrow.items()]
+            visible_width = width * 0.9  # the rest replaces a border
+            narrow_by_style.setdefault(block_style, []).append((x, y, visible_width, _LINE_HEIGHT))
+    shapes += [Boxes(rectangles, block_style) for block_style, rectangles in narrow_by_style.items()]
     return shapes
 
 

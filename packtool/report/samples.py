@@ -73,23 +73,23 @@ class ShownPacks:
 
     def __init__(self, plan: SavedPlan, max_samples: int) -> None:
         self._plan = plan
-        self._placement = _pack_placement(plan)  # of each pack; ``plan.locations`` are those of each sample
+        self._pack_locations = _locations_of_packs(plan)
         self._by_sample = np.argsort(plan.samples, kind="stable")
         self.numbers = self._choose_packs(max_samples)
 
     def _choose_packs(self, max_samples: int) -> Int64Array:
         pack_sizes = np.diff(self._plan.offsets)
         fraction = min(1.0, max_samples / max(len(self._plan.samples), 1))
-        if self._placement is None:
+        if self._pack_locations is None:
             return evenly_spaced(len(pack_sizes), len(pack_sizes) * fraction)
-        steps = self._placement[:, _STEP]
+        steps = self._pack_locations[:, _STEP]
         num_steps = int(steps.max(initial=-1)) + 1
         shown_steps = evenly_spaced(num_steps, num_steps * fraction)
         packs = np.flatnonzero(np.isin(steps, shown_steps))
         num_samples = int(pack_sizes[packs].sum())
         if len(shown_steps) == 1 and num_samples > max_samples:
             packs = packs[evenly_spaced(len(packs), len(packs) * max_samples / num_samples)]
-        step, rank, micro_batch = self._placement[packs].T
+        step, rank, micro_batch = self._pack_locations[packs].T
         return packs[np.lexsort((packs, micro_batch, rank, step))]
 
     @property
@@ -112,37 +112,37 @@ class ShownPacks:
     def overview(self) -> dict[str, Any]:
         """Return figures of the plan, and step, rank and micro-batch of the packs shown; arrays as base64."""
         ranks = 0 if self._plan.locations is None else int(self._plan.locations[:, _RANK].max(initial=-1)) + 1
-        placement = [] if self._placement is None else list(self._placement[self.numbers].T)
+        columns = [] if self._pack_locations is None else list(self._pack_locations[self.numbers].T)
         return {
             "shown": len(self.numbers),
             "all": len(self._plan.offsets) - 1,
             "capacity": self._plan.capacity,
             "sharesPrefixes": self._plan.shared_tokens is not None,
             "ranks": ranks,
-            "places": [_base64(column) for column in placement],
+            "places": [_base64(column) for column in columns],
             "steps": {name: _base64(column) for name, column in self._steps().items()},
         }
 
     def _steps(self) -> dict[str, Int64Array]:
-        """Return figures of the S steps shown, (S,) each, from all of their packs, even those not shown."""
-        has_no_packs = not len(self.numbers)
-        if self._plan.locations is None or self._placement is None or has_no_packs:
+        """Return figures of the S steps shown, (S,) each, with their packs that are not shown."""
+        has_packs = len(self.numbers) > 0
+        if self._plan.locations is None or self._pack_locations is None or not has_packs:
             return {}
-        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # each (N,), for every sample of the plan
+        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # of each sample of the plan
         num_steps = int(step.max()) + 1
-        num_micro_batches = np.zeros(num_steps, np.int64)
-        np.maximum.at(num_micro_batches, step, micro_batch + 1)  # micro-batches are numbered from 0 in each step
-        rank_tokens = np.zeros((num_steps, int(rank.max()) + 1), np.int64)  # tokens of each rank in each step
+        last_micro_batch = np.zeros(num_steps, np.int64)
+        np.maximum.at(last_micro_batch, step, micro_batch)
+        rank_tokens = np.zeros((num_steps, int(rank.max()) + 1), np.int64)
         np.add.at(rank_tokens, (step, rank), self._plan.lengths)
-        figures = {  # by the names in ``samples.js``
+        figures = {  # of all steps, by the names in ``samples.js``
             "number": np.arange(num_steps),
-            "packs": np.bincount(self._placement[:, _STEP], minlength=num_steps),
-            "microBatches": num_micro_batches,
+            "packs": np.bincount(self._pack_locations[:, _STEP], minlength=num_steps),
+            "microBatches": last_micro_batch + 1,
             "tokens": rank_tokens.sum(axis=1),
             "least": rank_tokens.min(axis=1),
             "most": rank_tokens.max(axis=1),
         }
-        shown_steps = np.unique(self._placement[self.numbers, _STEP])
+        shown_steps = np.unique(self._pack_locations[self.numbers, _STEP])
         return {name: values[shown_steps] for name, values in figures.items()}
 
     def location_of(self, sample: int) -> list[int] | None:
@@ -158,7 +158,7 @@ class ShownPacks:
         return slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))
 
 
-def _pack_placement(plan: SavedPlan) -> Int64Array | None:
+def _locations_of_packs(plan: SavedPlan) -> Int64Array | None:
     """Return step, rank and micro-batch of each of the K packs, int64 (K, 3); None if the plan has no locations.
 
     A value is -1 if the samples of a pack have different ones, as with Skrull, which splits packs.
