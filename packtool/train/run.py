@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
@@ -78,35 +78,38 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     """Train in the locked output directory; with ``--dry-run``, only plan and estimate memory."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
     uploads = HubUploads(config) if config.push_to_hub and world.is_first and not config.dry_run else None
-    # Replace options that stand for a choice or need work: recomputation, rows to export, --bucket-size auto.
-    config_with_recomputing = with_recomputing(config)
-    recomputing_notes = recomputing_lines(config, config_with_recomputing)
-    config = with_cache(config_with_recomputing, progress, check_without_rows)
-    run = Run.of(_with_bucket(config, progress, world), world)
-    for line in _run_lines(run):
-        progress.note(line)
+    decided_config = with_recomputing(config)
+    run = _plan_run(decided_config, progress, world)
     # Importing torch and transformers takes seconds; most errors of the user have been reported by now.
     with imported_at_once():
         from packtool.train.loop.checks import estimate_training, load_spec
         from packtool.train.loop.execute import execute
         from packtool.train.model.load import has_gpu
 
-    # All layers recompute by default, unless the memory of the device tells how many have to.
-    if recomputing_notes and has_gpu(config):
-        auto: Any = "auto"
-        run = run.with_config(gradient_checkpointing=auto)
-        recomputing_notes = []
-    for line in recomputing_notes:
-        progress.note(line)
+    recomputing_notes = recomputing_lines(config, decided_config)
+    if recomputing_notes and has_gpu(run.config):
+        run = run.with_config(gradient_checkpointing="auto")  # only as many layers as the GPU's memory requires
+    else:
+        for line in recomputing_notes:
+            progress.note(line)
     spec = load_spec(run)
     if config.dry_run:
         estimate, model_notes = estimate_training(run, spec)
         return _dry_run_result(run, estimate, model_notes, hardware, progress)
-    result = run.expected()
+    result = run.expected()  # what is known before training
     if run.start >= run.timeline.num_steps:
         progress.note(f"{result.resumed_from} is already the last step of this run: nothing is left to train")
         return dataclasses.replace(result, checkpoint=result.resumed_from)
     return execute(run, spec, result, progress, lock, uploads)
+
+
+def _plan_run(config: TrainConfig, progress: Progress, world: World) -> Run:
+    """Export rows to a cache if the run trains on rows, plan the run, and report the plan."""
+    config = with_cache(config, progress, check_without_rows)
+    run = Run.of(_with_bucket(config, progress, world), world)
+    for line in _run_lines(run):
+        progress.note(line)
+    return run
 
 
 def _dry_run_result(

@@ -98,7 +98,7 @@ def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
 
     For example, 1 becomes 1.0 for a float. ``allowed`` are types without parameters: ``list`` for ``list[str]``.
     """
-    classes = tuple({each for each in allowed if isinstance(each, type)})
+    classes = tuple(member for member in allowed if isinstance(member, type))
     # For Python a bool is an int, but here true and false are not numbers.
     is_bool = isinstance(value, bool)
     has_allowed_type = bool in classes if is_bool else isinstance(value, classes)
@@ -110,9 +110,11 @@ def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
         return int(value)
     if isinstance(value, str) and bool in classes and value.lower() in _YAML_BOOLS:
         return _YAML_BOOLS[value.lower()]
-    takes_text = str in classes or any(issubclass(each, enum.Enum) for each in classes)
+    takes_text = str in classes or any(issubclass(member, enum.Enum) for member in classes)
+    if takes_text and is_bool:
+        return str(value).lower()
     if takes_text and isinstance(value, (str, int, float)):
-        return str(value).lower() if is_bool else str(value)
+        return str(value)
     raise ValueError(f"{value!r} is not {_describe_types(allowed)}")
 
 
@@ -214,10 +216,10 @@ def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     with refused_by_transformers():
         if args.optim in _NEEDS_MODEL:
-            with contextlib.suppress(ValueError):  # raised without a model; check_optimizer_of checks with a model
+            with contextlib.suppress(ValueError):  # because it has no model, with which check_optimizer_of checks it
                 Trainer.get_optimizer_cls_and_kwargs(args)
-            # Any optimizer, to check the schedule.
-            optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)
+            any_optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)  # to check the schedule
+            optimizer: torch.optim.Optimizer = any_optimizer
         else:
             optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(args)
             optimizer = optimizer_class(parameters, **settings)

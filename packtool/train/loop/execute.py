@@ -67,7 +67,7 @@ def execute(
 ) -> TrainResult:
     """Load the model, check it, train, and write ``result``, completed with the figures of training.
 
-    ``lock`` of the output directory and ``uploads`` to the hub are those of the first rank.
+    Only the first rank has a ``lock`` of the output directory, and ``uploads`` to the hub.
     """
     run = run.with_config(dataloader_num_workers=measure_workers(run, spec))
     with quiet_transformers():
@@ -117,11 +117,8 @@ def _with_training_figures(
 ) -> TrainResult:
     """Complete a result with the figures of ``seconds`` of training, and its checkpoint; all ranks call this."""
     config = trainer.loader.run.config
-    # Counts of samples and tokens that a stream knows only now.
-    result = dataclasses.replace(result, **trainer.loader.steps.final_counts())
-    checkpoint = None if config.save_strategy in ("no", "best") else _last_checkpoint(trainer)
-    if config.seeks_best and trainer.state.best_model_checkpoint:
-        checkpoint = trainer.state.best_model_checkpoint
+    counts = trainer.loader.steps.final_counts()  # of samples and tokens, if they were unknown before (a stream)
+    result = dataclasses.replace(result, **counts)
     report = callback.report
     return dataclasses.replace(
         result,
@@ -132,8 +129,16 @@ def _with_training_figures(
         target_tokens_per_second=result.target_tokens / seconds,
         first_loss=None if report is None else report.first_loss,
         last_loss=None if report is None else report.last_loss,
-        checkpoint=checkpoint,
+        checkpoint=_final_checkpoint(trainer),
     )
+
+
+def _final_checkpoint(trainer: PackTrainer) -> str | None:
+    """Return the best checkpoint if the run looks for it, else the last one; None if neither was saved."""
+    config = trainer.loader.run.config
+    if config.seeks_best and trainer.state.best_model_checkpoint:
+        return trainer.state.best_model_checkpoint
+    return None if config.save_strategy in ("no", "best") else _last_checkpoint(trainer)
 
 
 def _last_checkpoint(trainer: PackTrainer) -> str:
@@ -151,8 +156,7 @@ def _make_trainer(
 ) -> tuple[PackTrainer, RunCallback]:
     """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
 
-    ``trainer.loader.run`` is the run with the output directory that all ranks use. The order of the calls matters, see
-    ``connect_deepspeed_on_cpus``, ``shard_on_cpus`` and ``configure_fsdp``.
+    The order of the calls matters: DeepSpeed connects before a model exists, and FSDP's settings frame the Trainer.
     """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
@@ -166,15 +170,21 @@ def _make_trainer(
         args.use_liger_kernel = False
         progress.note(liger_warning)
     loader = StepLoader(run, spec)
-    watch = _step_watch(loader, progress)
     parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
     connect_deepspeed_on_cpus(run.config)
-    model, saved, unloaded = build_model(run, spec, dtype, parallel, progress)
+    model, saved_precision, unloaded_tensors = build_model(run, spec, dtype, parallel, progress)
     shard_on_cpus(run.config)
-    recomputation = switch_of(run, spec, dtype, model, progress)
-    trainer = PackTrainer(model, args, loader, saved=saved, watch=watch, parallel=parallel, recomputation=recomputation)
+    trainer = PackTrainer(
+        model,
+        args,
+        loader,
+        saved=saved_precision,
+        watch=_step_watch(loader, progress),
+        parallel=parallel,
+        recomputation=switch_of(run, spec, dtype, model, progress),
+    )
     configure_fsdp(trainer.accelerator, model, run.config)
-    callback = RunCallback(trainer, progress, lock, unloaded, uploads)
+    callback = RunCallback(trainer, progress, lock, unloaded_tensors, uploads)
     trainer.add_callback(callback)
     return trainer, callback
 
@@ -222,7 +232,7 @@ def early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: in
 def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
     """Report the samples that any rank skipped (``--on-bad-media skip``), and list them in a file; all ranks call this.
 
-    Returns their number; a sample counts once per epoch.
+    Returns their number; a sample that several epochs skipped counts several times.
     """
     run = trainer.loader.run
     skipped_by_rank = all_gather_objects(trainer.skipped, run.world.size)
@@ -314,15 +324,11 @@ class RunCallback(TrainerCallback):
         timeline = self.run.timeline
         step = state.global_step
         state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
-        is_end = step >= timeline.num_steps
         next_step_in_epoch = timeline.locate(step)[1]
         ends_epoch = next_step_in_epoch == 0
+        is_end = step >= timeline.num_steps
         control.should_log |= is_end
-        if self.run.config.save_strategy == "epoch" and (is_end or ends_epoch):
-            control.should_save = True
-        if self.steps.ended:  # a stream has no more rows: this is the last step, also between two of --save-steps
-            control.should_log = control.should_training_stop = True
-            control.should_save = self.run.config.save_strategy == "steps"
+        self._request_saving(control, is_epoch_end=is_end or ends_epoch)
         is_due = step >= state.max_steps or self._is_evaluation_due(step, ends_epoch=ends_epoch)
         is_evaluated = self.run.validation is not None and is_due
         self.watch.end_step(state, control, is_evaluated=is_evaluated)
@@ -332,7 +338,16 @@ class RunCallback(TrainerCallback):
             self._evaluate(args, state, control)  # may request a checkpoint or the end of training
         self._check_lock(is_saved=control.should_save)
         if control.should_save and state.is_world_process_zero:
-            discard_run_state(_checkpoint(args, state))  # so that an overwritten checkpoint counts as unfinished
+            discard_run_state(_checkpoint(args, state))  # an overwritten checkpoint is unfinished from now on
+
+    def _request_saving(self, control: TrainerControl, *, is_epoch_end: bool) -> None:
+        """Request checkpoints that the Trainer cannot: at the end of an epoch, and of a stream, which also stops."""
+        save_strategy = self.run.config.save_strategy
+        if self.steps.ended:
+            control.should_log = control.should_training_stop = True
+            control.should_save = save_strategy == "steps"  # also between two of --save-steps
+        elif save_strategy == "epoch" and is_epoch_end:
+            control.should_save = True
 
     def _check_lock(self, *, is_saved: bool) -> None:
         """Raise an error if another run may have taken the output directory; read the lock only before saving."""
@@ -358,25 +373,29 @@ class RunCallback(TrainerCallback):
         config = self.run.config
         should_log = control.should_log
         figures = self.trainer.evaluate_validation()
-        control.should_log = should_log  # logging the evaluation has reset it
-        metric = config.best_metric  # name of a figure
+        control.should_log = should_log  # the evaluation's log line has reset it
         if not config.seeks_best and config.early_stop_interval is None:
             return
-        if metric not in figures:
+        name = config.best_metric
+        if name not in figures:
             raise ConfigError(
-                f"--metric-for-best-model {config.metric_for_best_model}: an evaluation has no figure {metric}",
+                f"--metric-for-best-model {config.metric_for_best_model}: an evaluation has no figure {name}",
                 f"Choose one of {', '.join(sorted(figures))}.",
             )
-        figure = figures[metric]
-        best = state.best_metric  # best value so far
-        is_better = best is None or (figure > best if config.prefers_greater else figure < best)
-        if is_better and not math.isnan(figure):  # a first figure may be NaN
-            state.best_metric = figure
+        if self._is_best(figures[name], state.best_metric):
+            state.best_metric = figures[name]
             state.best_global_step = state.global_step
             if config.seeks_best:
                 state.best_model_checkpoint = _checkpoint(args, state)
                 control.should_save = True
         self._stop_without_progress(state, control)
+
+    def _is_best(self, figure: float, best: float | None) -> bool:
+        if math.isnan(figure):
+            return False
+        if best is None:
+            return True
+        return figure > best if self.run.config.prefers_greater else figure < best
 
     def _stop_without_progress(self, state: TrainerState, control: TrainerControl) -> None:
         """Request the end of training in ``control`` after ``--early-stop-interval`` evaluations without a best one."""

@@ -76,7 +76,7 @@ class Meter:
         self._num_steps = 0
         self._data_wait = self._log_wait = 0.0
         self._num_computed_tokens, self._num_padding_tokens = 0, 0
-        # Per micro-batch: the C channels of the columns, and the fields of ``_TargetSums``, (4, C).
+        # Of each micro-batch: C channels, not all different, and the fields of ``_TargetSums`` of each, (4, C).
         self._sums: list[tuple[tuple[str | None, ...], Tensor]] = []
         self._balances: list[Tensor] = []
 
@@ -115,26 +115,16 @@ class Meter:
 
     @torch.no_grad()
     def add_losses(self, losses: TargetLosses, batch: Batch) -> None:
-        """Add up the fields of ``_TargetSums`` over the targets of a micro-batch, on the device.
-
-        With ``by_channel``, there is a sum for each document, or for each channel of a batch with shared prefixes;
-        otherwise there is one sum over all targets.
-        """
+        """Add up the figures of a micro-batch's targets, on the device."""
         self._num_computed_tokens += batch.input_ids.numel()
         self._num_padding_tokens += batch.num_padding
-        figures = _target_figures(losses, batch)  # (4, targets)
-        if isinstance(batch, TreeTargets):
-            # A target in a shared prefix counts for every sample in which it has a label: (4, channels, targets).
-            sums = (figures[:, None, :] * batch.target_counts).sum(dim=2)
-        elif self._by_channel:
-            sums = figures.new_zeros(len(figures), len(batch.channels))
-            sums.index_add_(1, batch.documents_of(losses.positions), figures)  # to the column of a target's document
-        else:
-            sums = figures
+        figures = _target_figures(losses, batch)
+        if isinstance(batch, TreeTargets) or self._by_channel:
+            figures = _channel_sums(figures, batch, losses.positions)
         if self._by_channel:
-            self._sums.append((batch.channels, sums))
+            self._sums.append((batch.channels, figures))
         else:
-            self._sums.append(((_ALL_CHANNELS,), sums.sum(dim=1, keepdim=True)))
+            self._sums.append(((_ALL_CHANNELS,), figures.sum(dim=1, keepdim=True)))
 
     def take_log_line(
         self,
@@ -144,29 +134,20 @@ class Meter:
         copy_seconds: float | None,
         recomputed: tuple[int, int] | None = None,
     ) -> dict[str, float]:
-        """Return the log line of all steps since the previous line, and reset; all ranks call this at the same step.
+        """Return the figures of all steps since the previous line, by their names in ``metrics.jsonl``, and reset.
+
+        All ranks call this at the same step.
 
         Args:
-            loss: mean over steps of each step's sum of weighted losses over all ranks.
+            loss: sum of weighted losses of a step over all ranks, averaged over the steps.
             copy_seconds: how long the device waited for copies; None if nothing is copied.
-            recomputed: this rank's tokens times recomputing layers, and times all layers; None if always the same.
-
-        Returns:
-            ``loss`` (mean over target tokens), ``objective`` if loss weights make the minimized loss differ from it,
-            and the other figures by their names in ``metrics.jsonl``.
+            recomputed: layers that recompute, and all layers, summed over this rank's tokens; None if always the same.
         """
         figures = self._figures
-        now = time.perf_counter()
-        seconds = now - self._since
-        self._since = now
-        loss_sum = loss * self._num_steps  # over all units of the steps: targets, or samples
-        objective = loss_sum / figures.units if figures.units else math.nan
+        seconds, log_seconds = self._take_seconds()
         means = self._target_means(accelerator.num_processes)
-        line = {"loss": objective}
-        if "loss" in means:  # loss weights make the objective differ from it
-            line = {"loss": means.pop("loss"), "objective": objective}
-        line |= figures.logged() | means
-        line |= self._speed_figures(seconds, log_seconds=self._log_wait + (now - self._log_began))
+        line = self._loss_figures(loss, means.pop("loss", None)) | figures.logged() | means
+        line |= self._speed_figures(seconds, log_seconds)
         line["memory_gib"] = memory_gib(accelerator.device)
         if copy_seconds is not None:
             line["copy_wait"] = copy_seconds / max(seconds, 1e-9)
@@ -178,6 +159,19 @@ class Meter:
         line |= _flops_figures(figures, recomputed, seconds, accelerator)
         self._reset()
         return line
+
+    def _take_seconds(self) -> tuple[float, float]:
+        """Return the seconds since the previous line, and how many of them log lines took; restart the first."""
+        now = time.perf_counter()
+        seconds = now - self._since
+        self._since = now
+        return seconds, self._log_wait + (now - self._log_began)
+
+    def _loss_figures(self, loss: float, mean_loss: float | None) -> dict[str, float]:
+        """Return ``loss`` and, if loss weights make the mean over targets differ from it, ``objective``."""
+        units = self._figures.units  # targets, or samples with --loss-reduction sample
+        objective = loss * self._num_steps / units if units else math.nan
+        return {"loss": objective} if mean_loss is None else {"loss": mean_loss, "objective": objective}
 
     def _speed_figures(self, seconds: float, log_seconds: float) -> dict[str, float]:
         """Return rates and shares of waiting in ``seconds`` of steps, of which the host spent some with log lines."""
@@ -233,21 +227,22 @@ class SampleLosses:
 
     @torch.no_grad()
     def add(self, step: int, planned_samples: Sequence[int], losses: TargetLosses, batch: Batch) -> None:
-        """Add a micro-batch of a step, without waiting for the device.
+        """Add this rank's targets of a micro-batch, without waiting for the device.
 
-        A target in a shared prefix counts for each sample in which it has a label. Of sequences that several ranks
-        share, each rank adds its own targets. ``planned_samples``, positions in the caches, include skipped ones.
+        ``planned_samples`` are positions in the caches, also those of skipped samples.
         """
-        skipped = {sample.sample for sample in batch.skipped}
-        samples = [sample for sample in planned_samples if sample not in skipped]
+        skipped_positions = {skipped.sample for skipped in batch.skipped}
+        samples = [position for position in planned_samples if position not in skipped_positions]
         target_losses = losses.losses.detach().float()
-        if isinstance(batch, TreeTargets):
+        # The target of each loss belongs to the sample with this number in ``samples``.
+        if isinstance(batch, TreeTargets):  # where a target of a shared prefix belongs to several samples
             sample_numbers, targets = batch.sample_targets
             target_losses = target_losses[targets]
         else:
-            sample_numbers = batch.documents_of(losses.positions)  # samples come before fillers, which have no targets
-        figures = torch.stack((target_losses, torch.ones_like(target_losses)))
-        self._sums.append(figures.new_zeros(2, len(samples)).index_add_(1, sample_numbers, figures))
+            sample_numbers = batch.documents_of(losses.positions)
+        loss_and_count = torch.stack((target_losses, torch.ones_like(target_losses)))
+        sums = loss_and_count.new_zeros(2, len(samples)).index_add_(1, sample_numbers, loss_and_count)
+        self._sums.append(sums)
         self._samples += samples
         self._steps += [step] * len(samples)
 
@@ -267,6 +262,15 @@ def _target_figures(losses: TargetLosses, batch: Batch) -> Tensor:
     deviations = torch.zeros_like(target_losses) if losses.weights is None else losses.weights - num_samples
     is_correct = losses.correct.to(target_losses.dtype)
     return torch.stack((target_losses, torch.ones_like(target_losses), is_correct, deviations.abs()))
+
+
+def _channel_sums(figures: Tensor, batch: Batch, positions: Tensor) -> Tensor:
+    """Sum the figures of targets at ``positions``, (4, targets), for each of the C channels of a batch, (4, C)."""
+    if isinstance(batch, TreeTargets):
+        # A target in a shared prefix counts for every sample in which it has a label: (4, channels, targets).
+        return (figures[:, None, :] * batch.target_counts).sum(dim=2)
+    sums = figures.new_zeros(len(figures), len(batch.channels))
+    return sums.index_add_(1, batch.documents_of(positions), figures)
 
 
 def _flops_figures(
@@ -324,7 +328,7 @@ def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
 
 
 def _optional_meanings(run: Run, gpu: str | None) -> dict[str, str]:
-    """Describe the figures that only some runs have, by name; ``gpu`` as in ``heading_lines``."""
+    """Describe the figures that only some runs have, by name; ``gpu`` is the GPU's name, None without one."""
     config = run.config
     meanings = {}
     if run.source.logs_channels:
@@ -355,14 +359,11 @@ OBJECTIVE_LINE = (
 
 
 def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, float | int | str]:
-    """Select and format the figures of a line of ``metrics.jsonl`` that the terminal shows.
-
-    Without ``has_epochs``, for a stream, the number of rows is unknown.
-    """
+    """Select and format the figures of a line of ``metrics.jsonl`` that the terminal shows; a stream has no epochs."""
     shown: dict[str, float | int | str] = {}
     if has_epochs:
         shown["epoch"] = f"{logs['epoch']:.2f}"
-    if "loss" not in logs:
+    if "loss" not in logs:  # a line of an evaluation
         shown[_VAL_LOSS] = round(logs["eval_loss"], 4)
         return shown
     # Without targets there is no mean: --on-bad-media skip may skip all samples of a step.
@@ -387,7 +388,7 @@ def _three_digits(value: float) -> float:
 
 
 def _shown_optional_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
-    """Format the shown figures of a training line that only some runs have, see ``_optional_meanings``."""
+    """Format the figures that the lines of only some runs have."""
     shown: dict[str, float | int | str] = {}
     channel_losses = [
         f"{name.removeprefix('loss_')} {loss:.4g}" for name, loss in logs.items() if name.startswith("loss_")
@@ -414,6 +415,8 @@ WINDOW = 200
 """Number of previous log lines that a new one is compared with."""
 _MIN_LINES = 20
 _NUM_SIGMAS = 6.0
+_MIN_LOSS_SIGMA = 0.02  # of the median loss, so that outliers are at least 12 % above it
+_MIN_LOG_NORM_SIGMA = 0.1  # so that outliers are nearly twice the median norm
 _SIGMA_OF_MAD = 1.4826  # standard deviation of a normal distribution whose median absolute deviation is 1
 _MAX_SIMILAR, _SIMILAR_SHARE = 2, 0.7
 
@@ -439,13 +442,10 @@ class Outliers:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._log_norms: deque[float] = deque(maxlen=WINDOW)  # norms vary by factors
 
     def add_line(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Compare a line with the previous lines, and keep its values for later comparisons.
-
-        Gradient norms vary by factors, so their logarithms are compared. With the minimal standard deviations used
-        here, an outlier is at least 12 % above the median loss, or nearly twice the median norm.
 
         Returns:
             the medians of previous values: ``loss`` if the loss is an outlier, ``grad_norm`` if the norm is one.
@@ -453,14 +453,14 @@ class Outliers:
         medians = {}
         loss, norm = logs.get("loss"), logs.get("grad_norm")
         if loss is not None and math.isfinite(loss):
-            median_loss = median(self._losses or [0.0])
-            if is_far_above(loss, self._losses, min_sigma=0.02 * abs(median_loss)):
+            median_loss = median(self._losses) if self._losses else 0.0
+            if is_far_above(loss, self._losses, min_sigma=_MIN_LOSS_SIGMA * abs(median_loss)):
                 medians["loss"] = median_loss
             self._losses.append(loss)
         if norm is not None and math.isfinite(norm) and norm > 0:
-            if is_far_above(math.log(norm), self._norms, min_sigma=0.1):
-                medians["grad_norm"] = math.exp(median(self._norms))
-            self._norms.append(math.log(norm))
+            if is_far_above(math.log(norm), self._log_norms, min_sigma=_MIN_LOG_NORM_SIGMA):
+                medians["grad_norm"] = math.exp(median(self._log_norms))
+            self._log_norms.append(math.log(norm))
         return medians
 
 
@@ -535,26 +535,30 @@ class Report:
         line = {"step": step, **logs}
         if "loss" in logs:
             line |= self._media_cache_figures(reads)
-        medians = self._outliers.add_line(logs)
-        if medians:
-            line["unusual"] = list(medians)
+        outlier_medians = self._outliers.add_line(logs)
+        if outlier_medians:
+            line["unusual"] = list(outlier_medians)
         self._append(line)
-        if "objective" in logs and self._explains_objective:
-            self.progress.note(OBJECTIVE_LINE)
-            self._explains_objective = False
-        streams = self.run.config.streaming
-        self.progress.line(self._num_unreported, **shown_figures(line, has_epochs=not streams))
-        self._num_unreported = 0
+        self._show(line)
         if "loss" not in logs:
             return
         if logs["target_tokens"]:
             self.last_loss = float(logs["loss"])
             self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
-        if medians:
-            self.progress.note(outlier_warning(step, medians, logs, None if streams else shlex.quote(output_dir)))
+        if outlier_medians:
+            inspected_dir = None if self.run.config.streaming else shlex.quote(output_dir)
+            self.progress.note(outlier_warning(step, outlier_medians, logs, inspected_dir))
         waiting_note = self._waiting.add_steps(logs["data_wait"], logs["seconds"])
         if waiting_note is not None:
             self.progress.note(waiting_note)
+
+    def _show(self, line: Mapping[str, Any]) -> None:
+        """Show a line on the terminal, and explain ``objective`` where it is first shown."""
+        if "objective" in line and self._explains_objective:
+            self.progress.note(OBJECTIVE_LINE)
+            self._explains_objective = False
+        self.progress.line(self._num_unreported, **shown_figures(line, has_epochs=not self.run.config.streaming))
+        self._num_unreported = 0
 
     def _append(self, line: Mapping[str, Any]) -> None:
         """Write a line into the file, where NaN and infinity become None."""

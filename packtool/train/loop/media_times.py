@@ -11,14 +11,13 @@ Files in the page cache load faster than in training. Bytes are those of whole f
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ import torch
 from packtool import storage
 from packtool.batch.media import load_media, load_pixels, load_processed, load_sounds
 from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import sounds_in_order
@@ -41,7 +41,8 @@ from packtool.train.prepare.workers import cores_of_a_rank, workers_of
 MAX_SAMPLES = 32
 """Maximum number of measured samples of each kind of media."""
 _MAX_SECONDS = 20.0
-_MAX_SECONDS_OF_A_RUN = 2.0
+_MAX_MEASURING_SECONDS = 2.0  # before a run
+# Columns of the caches' index with a sample's media of each kind.
 _KINDS = {"pictures": "num_images", "videos": "num_videos", "sounds": "audio_tokens"}
 _Files = list[tuple[str | None, bytes | None]]
 
@@ -126,24 +127,30 @@ def measure_workers(run: Run, spec: InputSpec) -> int:
     source = run.source
     if run.config.dataloader_num_workers is not None or not isinstance(source, CachedSource):
         return workers_of(run)
-    spec = dataclasses.replace(spec, media_cache=None)  # which would count these reads
+    spec = dataclasses.replace(spec, media_cache=None)  # its statistics are those of training
     planned = source.timeline.span_at(source.start).plan.packs.samples
-    media_tokens = source.reader.index.media_tokens
-    with_media = dict.fromkeys(planned[media_tokens[planned] > 0].tolist())
-    seconds = num_tokens = 0.0
+    has_media = source.reader.index.media_tokens[planned] > 0
+    distinct_samples = list(dict.fromkeys(planned[has_media].tolist()))  # in the order of the plan
     with single_thread():
-        for number, index in enumerate(itertools.islice(with_media, MAX_SAMPLES + 1)):
-            sample = source.reader.sample(index)
-            try:
-                sample_seconds = _loading_seconds(load_media, sample, spec)
-            except (MediaError, StorageError):  # training reports it
-                continue
-            if number > 0:  # the time of the first includes loading processors
-                seconds += sample_seconds
-                num_tokens += int(media_tokens[index])
-            if seconds > _MAX_SECONDS_OF_A_RUN:
-                break
+        seconds, num_tokens = _measure_samples(source.reader, distinct_samples[: MAX_SAMPLES + 1], spec)
     return workers_of(run, seconds / num_tokens) if num_tokens else workers_of(run)
+
+
+def _measure_samples(reader: CacheReader, positions: Sequence[int], spec: InputSpec) -> tuple[float, int]:
+    """Load the media of samples for about two seconds; return the seconds and media tokens of all but the first."""
+    seconds, num_tokens = 0.0, 0
+    for number, position in enumerate(positions):
+        sample = reader.sample(position)
+        try:
+            sample_seconds = _loading_seconds(load_media, sample, spec)
+        except (MediaError, StorageError):  # training reports it
+            continue
+        if number > 0:  # the time of the first includes loading processors
+            seconds += sample_seconds
+            num_tokens += int(reader.index.media_tokens[position])
+        if seconds > _MAX_MEASURING_SECONDS:
+            break
+    return seconds, num_tokens
 
 
 def _loading_seconds(load: Callable[..., Any], sample: EncodedSample, spec: InputSpec) -> float:
@@ -165,10 +172,9 @@ def single_thread() -> Iterator[None]:
 
 
 def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> LoadingTimes:
-    """Measure how long some of a plan's media take to load; raise a ConfigError if the caches have no media."""
+    """Measure how long some of a plan's media take to load; ConfigError without media or steps."""
     reader = preview.inputs.reader
     assert reader is not None, "called for caches only"
-    # Numbers of all samples with media of a kind.
     samples_by_kind = {kind: np.flatnonzero(getattr(reader.index, column) > 0) for kind, column in _KINDS.items()}
     if not any(map(len, samples_by_kind.values())):
         raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
@@ -197,26 +203,29 @@ def _select_samples(samples: npt.NDArray[np.integer[Any]], seed: int) -> list[in
 
 
 def _kind_figures(
-    measured: tuple[int, float, int, int], preview: Preview, samples_of_kind: npt.NDArray[np.integer[Any]]
+    measured: _Measured, preview: Preview, samples_of_kind: npt.NDArray[np.integer[Any]]
 ) -> dict[str, Any]:
-    """Figures of ``LoadingTimes.kinds``, from a result of ``_measure_loading`` and all samples with this kind."""
-    num_media, seconds, num_bytes, num_samples = measured
-    # Samples of an epoch: a mixture may take a sample several times or never.
+    """Return the figures of a kind in ``LoadingTimes.kinds``; ``samples_of_kind`` are all samples with such media."""
+    # Of an epoch, in which a mixture may use a sample several times or never.
     num_planned = np.isin(preview.plan.packs.samples, samples_of_kind).sum()
-    loaded_share = 1.0  # of the media in an epoch's samples: those in a shared prefix are loaded once
-    shared, reader = preview.inputs.shared, preview.inputs.reader
-    if shared is not None and reader is not None:
-        num_tokens = reader.index.media_tokens[np.unique(shared.trees.samples)].sum()
-        loaded_share = shared.media_tokens.sum() / max(num_tokens, 1)
-    num_loaded = num_planned * loaded_share * num_media / num_samples  # media of this kind in an epoch, of all ranks
+    num_loaded = num_planned * _loaded_share(preview) * measured.num_media / measured.num_samples
     num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
     num_steps = preview.plan.summary.num_steps
     return {
-        "measured": num_media,
-        "seconds": seconds / num_media,
-        "megabytes": num_bytes / num_media / 1e6,
+        "measured": measured.num_media,
+        "seconds": measured.seconds / measured.num_media,
+        "megabytes": measured.num_bytes / measured.num_media / 1e6,
         "per_step": num_loaded / num_steps / num_ranks,
     }
+
+
+def _loaded_share(preview: Preview) -> float:
+    """Return the share of an epoch's media that are loaded: below 1 if samples share prefixes, which load once."""
+    shared, reader = preview.inputs.shared, preview.inputs.reader
+    if shared is None or reader is None:
+        return 1.0
+    num_tokens = reader.index.media_tokens[np.unique(shared.trees.samples)].sum()
+    return float(shared.media_tokens.sum() / max(num_tokens, 1))
 
 
 def _estimate_step(config: PlanConfig, preview: Preview) -> tuple[float, str]:
@@ -230,31 +239,34 @@ def _estimate_step(config: PlanConfig, preview: Preview) -> tuple[float, str]:
     return epoch_seconds / preview.plan.summary.num_steps, assumed
 
 
-def _measure_loading(
-    kind: str, samples: Iterable[EncodedSample], spec: InputSpec, progress: Progress
-) -> tuple[int, float, int, int]:
-    """Load the media of one kind of each sample, and measure all samples but the first, whose time includes imports.
+class _Measured(NamedTuple):
+    """Figures of the samples whose media of one kind were loaded; ``num_bytes`` of the media's files."""
 
-    Returns:
-        number of media, seconds, bytes of the media's files, number of samples; of the measured samples.
-    """
+    num_media: int
+    seconds: float
+    num_bytes: int
+    num_samples: int
+
+
+def _measure_loading(kind: str, samples: Iterable[EncodedSample], spec: InputSpec, progress: Progress) -> _Measured:
+    """Load the media of one kind of each sample, and measure all samples but the first, whose time includes imports."""
     num_media = num_bytes = num_samples = 0
     seconds = 0.0
     progress.start(f"loading {kind}", MAX_SAMPLES)
     for number, sample in enumerate(samples):
-        reduced, files_by_medium, load = _with_only(kind, sample, spec)
-        sample_seconds = _loading_seconds(load, reduced, spec)
+        sample_of_kind, files_of_media, load = _with_only(kind, sample, spec)
+        sample_seconds = _loading_seconds(load, sample_of_kind, spec)
         if number == 0:
             continue
         seconds += sample_seconds
-        num_media += len(files_by_medium)
+        num_media += len(files_of_media)
         num_samples += 1
-        num_bytes += sum(map(_num_bytes, files_by_medium))
+        num_bytes += sum(map(_num_bytes, files_of_media))
         progress.advance(1)
         if seconds > _MAX_SECONDS:
             break
     progress.finish()
-    return num_media, seconds, num_bytes, num_samples
+    return _Measured(num_media, seconds, num_bytes, num_samples)
 
 
 def _num_bytes(files: _Files) -> int:

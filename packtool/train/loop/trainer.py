@@ -116,8 +116,8 @@ class DeviceCopies:
         with torch.cuda.stream(self._stream):
             on_device = batch.to(self._device, non_blocking=True)
         computing = torch.cuda.current_stream(self._device)
-        event: Any = torch.cuda.Event
-        wait_begin, wait_end = event(enable_timing=True), event(enable_timing=True)
+        cuda: Any = torch.cuda
+        wait_begin, wait_end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         wait_begin.record(computing)
         computing.wait_stream(self._stream)
         wait_end.record(computing)
@@ -128,8 +128,7 @@ class DeviceCopies:
             tensor.record_stream(computing)
             return tensor
 
-        on_device.map(keep_until_computed)
-        return on_device
+        return on_device.map(keep_until_computed)
 
     def wait_seconds(self) -> float | None:
         """Return how long the computation waited for copies since the last call; None without copies.
@@ -149,6 +148,7 @@ class PackTrainer(Trainer):
     Args:
         model: made trainable, on the host or the device.
         loader: of this rank; starts at the step after the checkpoint.
+        saved: precision of the weights in checkpoints.
         parallel: ranks that share sequences with this one; None without sequence parallelism.
         recomputation: ``LayerSwitch`` of the layers that recompute in each micro-batch; None if always the same.
 
@@ -178,11 +178,10 @@ class PackTrainer(Trainer):
         self.watch = watch
         self.parallel = parallel
         self.recomputation = recomputation
-        # Before LossFunction changes the head: on every rank, the model as it is before training and before resuming.
+        # ASFT compares with the untrained model: a copy of it, before LossFunction changes the head of the model.
         self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
         self.loss_function = LossFunction(model)
-        # EmbeddingNoise replaces the Trainer's noise, which is scaled by the length of the pack: switch that off.
-        self.neftune_noise_alpha = None
+        self.neftune_noise_alpha = None  # off: the Trainer would scale the noise by the length of the pack
         self.noise = EmbeddingNoise(model, args.neftune_noise_alpha) if args.neftune_noise_alpha else None
         self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
         self.active_layers = ActiveLayers.of(model, config)
@@ -202,26 +201,26 @@ class PackTrainer(Trainer):
         return list(islice(self.meter.timed(epoch_iterator), num_batches)), None
 
     def training_step(  # type: ignore[override]  # get_batch_samples returns complete steps
-        self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
+        self, model: nn.Module, step: TrainingStep, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run forward and backward of all micro-batches of a step, which transformers calls ``inputs``.
+        """Run forward and backward of all micro-batches of a step.
 
         Returns:
-            this rank's sum of losses times the number of ranks, 0-d, because the Trainer averages it over ranks.
+            the step's sum of losses, 0-d, after the Trainer has averaged it over ranks.
         """
-        self._apply_step_schedules()
-        figures = inputs.figures
+        self._start_step()
+        figures = step.figures
         step_mean = StepMean(figures.units, self.args.world_size)
         total = torch.zeros((), device=self.args.device)
         skipped: list[SkippedSample] = []
-        for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches)):
-            is_last = number == len(inputs.planned) - 1
+        for number, host_batch in enumerate(self.meter.timed(step.micro_batches)):
+            is_last = number == len(step.planned) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             if self.recomputation is not None:
                 self.recomputation.set_for(host_batch)
             batch = self._copies.to_device(host_batch)
             with self._micro_batch_context(model, batch, figures, is_last=is_last):
-                total += self._train_micro_batch(model, batch, step_mean, inputs.planned[number].samples)
+                total += self._train_micro_batch(model, batch, step_mean, step.planned[number].samples)
             skipped += batch.skipped
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         if self.config.on_bad_media == "skip":
@@ -229,7 +228,7 @@ class PackTrainer(Trainer):
         self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
         return step_mean.sum_over_ranks(total)
 
-    def _apply_step_schedules(self) -> None:
+    def _start_step(self) -> None:
         """Reset the optimizer if other layers become active in this step, and start rounding at its first step."""
         step = self.state.global_step
         layers = self.active_layers
@@ -276,7 +275,7 @@ class PackTrainer(Trainer):
     ) -> Tensor:
         """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached.
 
-        ``planned_samples`` are the samples of its ``MicroBatch``, including skipped ones.
+        ``planned_samples`` are positions in the caches or samples of a stream, including skipped ones.
         """
         model.train()
         optimizer: Any = self.optimizer
@@ -335,7 +334,7 @@ class PackTrainer(Trainer):
         run = self.loader.run
         assert run.validation is not None, "called only for runs with a val split"
         begin = time.perf_counter()
-        # Without a progress of its own, because the terminal shows the progress of training.
+        # The terminal shows the progress of training, not that of the evaluation.
         logs = evaluate(
             self.model_wrapped,
             run.validation.reader,
@@ -422,11 +421,10 @@ class PackTrainer(Trainer):
         if isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        # The state dict has every name of a tied weight, so all of its names must be found.
-        named = model.named_parameters(remove_duplicate=False)
-        trained = frozenset(name for name, parameter in named if parameter.requires_grad)
-        state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)
-        super()._save(output_dir, state)
+        weights = model.state_dict() if state_dict is None else state_dict
+        named = model.named_parameters(remove_duplicate=False)  # with all names of a tied weight, as in ``weights``
+        trained_names = frozenset(name for name, parameter in named if parameter.requires_grad)
+        super()._save(output_dir, self.saved.cast(weights, trained_names))
         # super()._save has written the precision of the weights in memory into the config.
         model.config.dtype = self.saved.dtype
         model.config.save_pretrained(output_dir)

@@ -105,8 +105,8 @@ class StepWatch:
     nothing of it was stored. Only ``skip`` waits at once, because it must prevent the update.
 
     Args:
-        sample_names: returns a function from the number of a micro-batch in the current step to its samples' names,
-            which stays valid during later steps.
+        sample_names: called in a step, returns a function from the number of a micro-batch to its samples' names, which
+            stays valid during later steps.
 
     Attributes:
         stopped_by: number of the signal that ends the run, 0 for none.
@@ -125,7 +125,7 @@ class StepWatch:
     ) -> None:
         self.signals, self.sample_names = signals, sample_names
         self.on_nan, self.world, self.progress = on_nan, world, progress
-        self.stopped_by = 0
+        self.stopped_by = 0  # a signal
         self.num_bad = 0  # bad steps so far
         self.skipped_steps: list[int] = []
         self.last_good: int | None = None
@@ -180,8 +180,8 @@ class StepWatch:
         """Stop at a bad step, or record it and warn, by ``--on-nan``; all ranks call this together."""
         step = exchange.step  # 0-based
         self.num_bad += 1
-        warns = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS  # a warning per step would hide everything else
-        lines = self._bad_sample_lines(exchange.losses, exchange.sample_names) if warns else []
+        shows_samples = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS
+        lines = self._bad_sample_lines(exchange.losses, exchange.sample_names) if shows_samples else []
         message = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
         if self.on_nan == "stop":
             raise DivergedError(
@@ -191,8 +191,8 @@ class StepWatch:
             )
         if self.on_nan == "skip":
             self.skipped_steps.append(step)
-        elif self.last_good is None:  # the update of this step has spoiled the weights
-            self.last_good = step
+        elif self.last_good is None:  # go-on: the update of this step has spoiled the weights
+            self.last_good = step  # number of steps before it
         if lines:
             action = "skipped" if self.on_nan == "skip" else "trained nevertheless"
             self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
