@@ -24,18 +24,13 @@ def choose(
 ) -> Kernel:
     """Return the kernel of this name (ConfigError if it is unusable), or the fastest usable one for ``auto``.
 
-    ``auto`` takes flash attention 3, then 2, if the package is installed or the hub's kernel has been downloaded, then
-    torch's varlen attention on CUDA in 16 bits, and otherwise SDPA for each document.
-
-    Args:
-        device, dtype: those of queries, keys and values.
-        needs_dropout: whether attention weights are dropped, which few kernels can do.
-        head_dim: size D of the attention heads; 0 if unknown, which no kernel refuses.
+    ``head_dim`` is the size D of the attention heads; 0 if unknown.
     """
     if name == AUTO:
-        for kernel in _fastest_first():
-            if _unusable_error(kernel, device, dtype, needs_dropout, head_dim) is None:
-                return kernel
+        candidates = _fastest_first()
+        return next(
+            each for each in candidates if _unusable_error(each, device, dtype, needs_dropout, head_dim) is None
+        )
     if name not in KERNELS:
         raise ConfigError(f"--attn-impl {name}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
     kernel = KERNELS[name]

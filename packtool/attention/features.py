@@ -91,9 +91,8 @@ class _TowerHooks:
     def _embed(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Replace the token ids and media of a forward call by embeddings with the media features written in.
 
-        This is a forward pre-hook: it returns the arguments that the forward gets instead of ``args`` and ``kwargs``.
-        ``kwargs["towers"]``, removed here, has the indexes that the "vision" tower (images and videos) and the "sound"
-        tower need beside the media, which are other arguments.
+        This is a forward pre-hook: it returns the new ``args`` and ``kwargs`` of the forward. ``kwargs["towers"]`` has
+        the ``TowerInputs`` of the "vision" tower (images and videos) and the "sound" tower.
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
@@ -104,12 +103,12 @@ class _TowerHooks:
         features = self._run_towers(module, towers, kwargs)
         shard: SequenceShard | None = kwargs.get("sequence_shard")
         if shard is not None:
-            # After all towers: ranks that waited for each other's images would wait again for each other's sounds.
+            # Once, after all towers have run, so that ranks wait for each other only once.
             features = self._exchange(features, shard)
         positions: dict[str, Tensor] = {}  # of each kind's features in the flat embeddings, (N,)
         for inputs in towers.values():
             positions.update(inputs.positions)
-        self._deepstack = _deepstack_inputs(features, positions)
+        self._deepstack = _deepstack_inputs(features, positions)  # for ``_add_deepstack``
         text_arguments = self._without_media(kwargs)
         text_arguments["input_ids"] = None
         text_arguments["inputs_embeds"] = _with_features(embeddings, features, positions)

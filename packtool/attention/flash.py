@@ -142,8 +142,8 @@ class TorchVarlenKernel(Kernel):
             num_copies = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(num_copies, dim=1)
             v = v.repeat_interleave(num_copies, dim=1)
-        # If keys begin before their queries, causal masks must be aligned at the end of both, which cuDNN does not do.
-        # torch uses cuDNN only if both cu_seqlens are the same tensor, and then they are not.
+        # If keys begin before their queries, causal masks must be aligned at the end of both. cuDNN does not do this,
+        # but torch does not use it then: it uses it only if both ``cu_seqlens`` are the same tensor.
         boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
         out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
         return out[..., :value_dim]
@@ -213,9 +213,7 @@ def _block_mask(
 ) -> Any:
     """Return FlexAttention's block mask of packed documents; cached for all layers of a batch with one window.
 
-    Args:
-        lengths, key_lengths: number of queries and of keys of each document. A document may have more keys than
-            queries; its last query and its last key are the same token.
+    A document may have more keys than queries; its last query and its last key are the same token.
     """
     document_of_query = _document_of_token(lengths).to(device)
     document_of_key = document_of_query

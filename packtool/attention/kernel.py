@@ -65,13 +65,8 @@ def refuse_leaks(
 ) -> None:
     """Raise a LeakError if documents of a pack could see each other in a layer's call.
 
-    These checks are not asserts, because ``python -O`` would remove asserts.
-
-    Args:
-        states: queries or hidden states, (1, ...); more than one sequence is refused.
-        mask: the attention mask, which must be None.
-        kwargs: the call's keyword arguments, which must include ``cu_seq_lens_q`` or ``sequence_shard``.
-        parallel: the ranks that share the layer's sequences; must not be None if there is a ``sequence_shard``.
+    ``states`` are queries or hidden states, (1, ...), and ``parallel`` the ranks that share the layer's sequences, if
+    any. These checks are not asserts, because ``python -O`` would remove asserts.
     """
     name = type(layer).__name__
     is_shard = kwargs.get("sequence_shard") is not None
@@ -161,17 +156,10 @@ def reveal_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_up_rows(index: Tensor, num_rows: int, *tensors: Tensor) -> list[Tensor]:
-    """Add up rows that belong to the same row of another tensor, such as the gradients of a gathered tensor.
+    """Add each row of ``tensors``, (T', ...), to the row ``index``, int64 (T',), of zeros; return (num_rows, ...) each.
 
     Rows are added in float32 (float64 for float64), in the order in which the index has them. So sums in bfloat16 are
-    rounded once, and two runs on a GPU are bit-identical, which they are not with ``index_add``. Cost: sorting the
-    index, and a float32 copy of one tensor at a time.
-
-    Args:
-        index: int64 (T',), the row to which each row of ``tensors``, (T', ...), is added.
-
-    Returns:
-        (num_rows, ...) of each of ``tensors``, in its type.
+    rounded once, and two runs on a GPU are bit-identical, which floating-point ``index_add`` does not guarantee.
     """
     by_row = torch.argsort(index, stable=True)  # rows of one sum keep their order
     counts = torch.zeros(num_rows, dtype=torch.int64, device=index.device)

@@ -100,32 +100,32 @@ def _isolated_forward(
 ) -> Tensor:
     """Replace a recurrent layer's forward: run it on a packed sequence, (1, T, hidden), and return the same shape.
 
-    ``kwargs`` has ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally ``document_lengths``, and with
-    shared prefixes ``document_parents`` (see ``TreeBatch``); or, for a sequence that ranks share, a ``sequence_shard``.
-    Calls in which documents could see each other are refused.
+    ``kwargs`` are those of ``packed_attention``. Calls in which documents could see each other are refused.
     """
-    name = type(layer).__name__
-    parallel: Any = getattr(layer, _PARALLEL_ATTRIBUTE, None)
-    kwargs = reveal_boundaries(kwargs)  # which ``hide_boundaries`` hides from torch.compile
+    parallel: SequenceParallel | None = getattr(layer, _PARALLEL_ATTRIBUTE, None)
+    kwargs = reveal_boundaries(kwargs)
     refuse_leaks(layer, hidden_states, attention_mask, kwargs, parallel)
     if cache_params is not None:
+        name = type(layer).__name__
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
-    # In one call for all documents if the layer's own forward respects their boundaries.
-    run: RunIsolated = _run_packed if keeps_documents_apart(layer, hidden_states) else _run_each_document
+    run: RunIsolated = _run_each_document
+    if keeps_documents_apart(layer, hidden_states):
+        run = _run_packed  # in one call
     shard: SequenceShard | None = kwargs.get("sequence_shard")
     if shard is not None:
+        assert parallel is not None, "refuse_leaks has checked it"
         return _run_shard(layer, hidden_states, shard, parallel, run)
+    parents = kwargs.get("document_parents")
+    if parents is not None:
+        run = _with_prefixes(run, parents, layer, hidden_states)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-    if (parents := kwargs.get("document_parents")) is not None:
-        run = _run_of_trees(layer, hidden_states, parents, run)
     return run(_class_forward(layer), hidden_states, varlen)
 
 
 class _PrefixState:
     """The state in which a document leaves a layer, and from which others continue: transformers' cache of one layer.
 
-    Args:
-        before: the state in which the document begins; None for an empty one.
+    It starts from the state ``before``, or empty.
     """
 
     def __init__(self, before: _PrefixState | None = None) -> None:
@@ -152,8 +152,8 @@ class _PrefixState:
         self._state = state
 
 
-def _run_of_trees(layer: nn.Module, like: Tensor, parents: Sequence[int], run: RunIsolated) -> RunIsolated:
-    """Return a ``run`` for documents with these parents, in which they continue each other's states if a layer can."""
+def _with_prefixes(run: RunIsolated, parents: Sequence[int], layer: nn.Module, like: Tensor) -> RunIsolated:
+    """Return a ``run`` in which each document continues its parent (``TreeBatch.parents``)."""
     continues_states = _try_once(_continues_states, layer, like)
     return partial(_run_trees, parents=parents, run=run, continues_states=continues_states)
 
@@ -167,24 +167,27 @@ def _run_trees(
     run: RunIsolated,
     continues_states: bool,
 ) -> Tensor:
-    """Run a layer on documents (1, T, hidden), each of which continues its parent, an earlier one, or is a ``ROOT``.
+    """Run a layer on packed documents (1, T, hidden), each of which continues an earlier one, its parent, or ``ROOT``.
 
     Args:
         run: calls ``forward`` on documents that continue no other.
-        continues_states: whether ``forward`` can begin with the state in which another document left it.
+        continues_states: whether ``forward`` can start from the state after another document. If not, each document is
+            run together with its prefixes.
     """
     lengths = varlen.host_lengths()
     paths: list[list[Tensor]] = []  # of each document, the tokens of all documents from the root down to it
     for (start, stop), parent in zip(pairwise(accumulate(lengths, initial=0)), parents, strict=True):
         tokens = hidden_states[:, start:stop]
         paths.append([tokens] if parent == ROOT else [*paths[parent], tokens])
-    outs = _run_from_states(forward, paths, parents) if continues_states else {}
-    # All other documents do not depend on each other.
+    outs: dict[int, Tensor] = {}  # by number of the document; some begin with the outputs of its prefixes
+    if continues_states:
+        outs = _run_from_states(forward, paths, parents)
     others = [number for number in range(len(lengths)) if number not in outs]
     if others:
         complete = [torch.cat(paths[number], dim=1) for number in others]
         outs |= dict(zip(others, _run_complete(forward, complete, run), strict=True))
-    return torch.cat([outs[number][:, -length:] for number, length in enumerate(lengths)], dim=1)
+    own_outs = [outs[number][:, -length:] for number, length in enumerate(lengths)]
+    return torch.cat(own_outs, dim=1)
 
 
 def _run_complete(forward: _Forward, documents: Sequence[Tensor], run: RunIsolated) -> list[Tensor]:
@@ -195,12 +198,12 @@ def _run_complete(forward: _Forward, documents: Sequence[Tensor], run: RunIsolat
 
 
 def _run_from_states(forward: _Forward, paths: Sequence[Sequence[Tensor]], parents: Sequence[int]) -> dict[int, Tensor]:
-    """Run a layer on the documents of trees, each from the state of its parent; return their outputs by number."""
+    """Run each document that has a parent or is one, from the state of its parent; return the outputs by number."""
     outs: dict[int, Tensor] = {}
     states: dict[int, _PrefixState] = {}
     for number, (path, parent) in enumerate(zip(paths, parents, strict=True)):
         if parent == ROOT and number not in parents:
-            continue  # in no tree
+            continue
         tokens, before = path[-1], states.get(parent)
         if tokens.shape[1] == 1:
             # A single token that continues a state would take a kernel for generation, which may have no gradient.
@@ -221,7 +224,7 @@ def _run_shard(
         outs.append(run(_class_forward(layer), hidden_states[:, : shard.num_local], local_varlen))
     if shard.sharded_lengths:
         if shard.parents:
-            run = _run_of_trees(layer, hidden_states, shard.parents, run)
+            run = _with_prefixes(run, shard.parents, layer, hidden_states)
         outs.append(run_sharded(layer, hidden_states[:, shard.num_local :], shard, parallel.of(shard.split), run))
     return torch.cat(outs, dim=1)
 

@@ -87,27 +87,22 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     """Make a loaded model keep packed samples apart, in place: the one call that packed training needs.
 
     Routes the model's text tower through a kernel, and makes its recurrent layers reset their state at every document.
-    The kernel is checked against the model's device and precision when the model is called, so the model may still be
-    moved or cast.
+    The model may still be moved or cast: only its forward checks that the kernel supports its device and precision.
 
     Args:
         model: not yet wrapped in adapters.
         impl: name of the kernel, a value of ``--attn-impl``.
         parallel: ranks that share each sequence; the model then also takes a ``ShardedBatch``.
-
-    Raises:
-        ConfigError: if there is no such kernel.
-        UnsupportedModelError: if ranks cannot share sequences of this model.
     """
     register_kernels()
-    registered_name = attention_name(impl)
-    set_feature_ranks(model, parallel)
-    set_recurrent_ranks(model, parallel)
+    name = attention_name(impl)
     if parallel is not None:
         refuse_unshareable_sequences(model.config.to_dict(), parallel.split.size)
-        registered_name += "_shared"
-        AttentionInterface.register(registered_name, partial(packed_attention, impl=impl, parallel=parallel))
-    set_text_attention(model, registered_name)
+        name = f"{name}_shared"
+        AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
+    set_feature_ranks(model, parallel)
+    set_recurrent_ranks(model, parallel)
+    set_text_attention(model, name)
     isolate_recurrent_layers(model)
 
 
@@ -149,46 +144,37 @@ def packed_attention(
     Args:
         query: (1, Hq, T, D).
         key, value: (1, Hkv, T, D).
-        attention_mask: must be None; ``cu_seq_lens_q`` separates the documents.
-        kwargs: the document boundaries ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally
-            ``document_lengths`` (host integers). If documents share prefixes, also ``key_index`` int64 (T',), for each
-            document the tokens of its prefix and its own, with their boundaries ``cu_seq_lens_k``, ``max_length_k`` and
-            optionally ``key_lengths``. If ranks share the sequence, ``sequence_shard`` and ``parallel`` instead.
-            ``whole_pictures``, or None: pictures whose tokens see each other in both directions.
-            ``impl``, a value of ``--attn-impl``; ``kernel`` or, for a shard, ``blocks`` overrides it.
-            ``sliding_window``, or None.
+        attention_mask: must be None.
+        kwargs: what ``model_inputs`` of a ``PackedBatch``, ``TreeBatch`` or ``ShardedBatch`` adds for attention; the
+            layer's ``sliding_window``; and what ``set_attention`` registers: ``impl``, a value of ``--attn-impl``, and
+            ``parallel``. ``kernel`` or, for a shard, ``blocks`` overrides ``impl``.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
-
-    Raises:
-        UnsupportedModelError: if the layer needs a feature that the kernels would silently leave out.
-        LeakError: if the call has no boundaries, or a mask or a cache.
     """
-    kwargs = reveal_boundaries(kwargs)  # which ``hide_boundaries`` hides from torch.compile
+    kwargs = reveal_boundaries(kwargs)
     refuse_leaks(module, query, attention_mask, kwargs, kwargs.get("parallel"))
-    if query.shape[2] != key.shape[2]:
-        counts = f"{key.shape[2]} keys for {query.shape[2]} queries"
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries != num_keys:
+        counts = f"{num_keys} keys for {num_queries} queries"
         raise LeakError(f"{type(module).__name__} sees {counts}: a key-value cache is on")
     window = _supported_window(module, kwargs)
     q, k, v = _to_kernel_layout(query, key, value)
-    if kwargs.get("sequence_shard") is not None:
-        if dropout:
-            raise UnsupportedModelError(
-                f"the model drops {dropout:g} of its attention weights, which sequences that several processes share "
-                "cannot",
-                "Set attention_dropout to 0 in the model's config.json.",
-            )
-        out = _attend_shard(q, k, v, kwargs, scaling, window)
-    else:
-        out = _attend_documents(q, k, v, kwargs, scaling, window, dropout)
+    attend = _attend_documents if kwargs.get("sequence_shard") is None else _attend_shard
+    out = attend(q, k, v, kwargs, scaling, window, dropout)
     return out.unsqueeze(0), None
 
 
 def _attend_shard(
-    q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
     """Return the output (T, Hq, D) of a layer's call with a ``sequence_shard``."""
+    if dropout:
+        raise UnsupportedModelError(
+            f"the model drops {dropout:g} of its attention weights, which sequences that several processes share "
+            "cannot",
+            "Set attention_dropout to 0 in the model's config.json.",
+        )
     shard = kwargs["sequence_shard"]
     blocks = kwargs.get("blocks")
     if blocks is None:
@@ -203,8 +189,8 @@ def _attend_documents(
 ) -> Tensor:
     """Return the output (T, Hq, D) of a layer's call with document boundaries, perhaps with shared prefixes."""
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-    if (key_index := kwargs.get("key_index")) is not None:
-        k, v = GatherTokens.apply(key_index, k, v)
+    if kwargs.get("key_index") is not None:  # of each document, the tokens of its shared prefixes, then its own
+        k, v = GatherTokens.apply(kwargs["key_index"], k, v)
         keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
         varlen = replace(varlen, keys=keys)
     kernel = kwargs.get("kernel")
@@ -216,20 +202,16 @@ def _attend_documents(
     out = attend(q, k, v, varlen)
     pictures: WholePictures | None = kwargs.get("whole_pictures")
     if pictures is None or (pictures.only_windows and window is None):
-        return out
-    # Causal attention is wrong only for tokens of pictures.
+        return out  # causal attention in the complete sequence
     picture_keys = pictures.keys(window, q.device)
-    return out.index_copy(0, picture_keys.queries, _attend_pictures(q, k, v, picture_keys, attend))
+    picture_out = _attend_pictures(q, k, v, picture_keys, attend)
+    return out.index_copy(0, picture_keys.queries, picture_out)
 
 
 def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend: Callable[..., Tensor]) -> Tensor:
     """Return the output (N, Hq, D) of tokens of pictures, which see all keys up to the end of their picture.
 
-    Args:
-        q: (T, Hq, D), of the complete sequence.
-        k, v: (T', Hkv, D).
-        keys: the N tokens of pictures, and the keys that each picture sees.
-        attend: ``Kernel.attend`` with the layer's options.
+    ``attend`` is ``Kernel.attend`` with the layer's options.
     """
     key_boundaries = Varlen(keys.cu_seqlens_k, max(keys.key_lengths), keys.key_lengths)
     pictures = Varlen(keys.cu_seqlens, max(keys.lengths), keys.lengths, causal=False, keys=key_boundaries)
@@ -276,7 +258,7 @@ def tower_attention(
             which tokens see each other in both directions; ``kernel``, by default the fastest usable one.
 
     Returns:
-        (1, T, H, D) and None for the weights, which are never built.
+        (1, T, H, D) and None for the weights.
     """
     if attention_mask is not None or kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")

@@ -46,19 +46,17 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Split one document into blocks, each computed in one call: yield its slices of queries and keys, and its mask.
 
-    The last query and the last key are the same token. The mask, bool (queries, keys), is True where a query sees a
-    key. It is None in one block for the whole document: with causal attention without a window and a shared prefix, and
-    without both where every query sees every key.
-
-    Other documents are split, so that memory for masks grows with document length times block size, not with the
-    square of the length.
+    The last query and the last key are the same token; a shared prefix has keys and no queries. The mask, bool
+    (queries, keys), is True where a query sees a key; None if the document needs no mask.
     """
     if window is not None and num_keys <= window:
-        window = None  # every query sees all keys up to its own
-    if window is None and (num_queries == num_keys or not causal):
+        window = None  # it contains the complete document
+    prefix_length = num_keys - num_queries
+    needs_mask = window is not None or (causal and prefix_length > 0)
+    if not needs_mask:
         yield slice(0, num_queries), slice(0, num_keys), None
         return
-    prefix_length = num_keys - num_queries  # tokens that have keys and no queries
+    # A mask of the complete document would need memory that grows with the square of its length.
     block_size = _PREFIX_BLOCK_QUERIES if window is None else window
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)

@@ -119,17 +119,15 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
     """
     try:
         num_separated = _count_separated_layers(copy.deepcopy(config), model_class)
-    except LeakError as error:
-        raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
     except UnsupportedModelError:  # packed_attention has refused a feature of a layer
         raise
-    except TypeError as error:
-        if "cu_seq_lens" not in str(error):  # it names the first unexpected argument: boundaries come first
-            return
-        problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
-        raise UnsupportedModelError(problem, _REMEDY) from error
-    except Exception:  # an operation that the meta device lacks shows nothing about leaks
-        return
+    except LeakError as error:
+        raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
+    except Exception as error:
+        if isinstance(error, TypeError) and "cu_seq_lens" in str(error):  # the model does not take this argument
+            problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
+            raise UnsupportedModelError(problem, _REMEDY) from error
+        return  # an operation that the meta device lacks shows nothing about leaks
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if num_separated < num_layers:
         raise UnsupportedModelError(
@@ -143,8 +141,8 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
 def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
     """Call a model on two documents on the meta device; return the number of layers that keep documents apart.
 
-    A layer keeps documents apart if it calls ``packed_attention`` or is an isolated recurrent layer. ``config`` is
-    changed: transformers writes the name of the attention into it.
+    Those are calls of ``packed_attention`` and isolated recurrent layers. transformers writes the name of the attention
+    into ``config``.
     """
     num_attention_calls = 0
 
@@ -205,16 +203,17 @@ def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
 def _key_problems(inputs: Mapping[str, Any], query_cu_seqlens: Sequence[int]) -> list[str]:
     """Describe what is wrong with the boundaries of keys, for documents that share prefixes.
 
-    ``inputs["key_index"]`` lists for each document the tokens of its prefix, then its own; ``inputs["cu_seq_lens_k"]``
-    has the documents' boundaries in this list, ``query_cu_seqlens`` those of their own tokens in the sequence.
+    ``query_cu_seqlens`` are the boundaries of the documents in the sequence, without prefixes.
     """
-    key_index: list[int] = inputs["key_index"].tolist()
-    key_cu_seqlens: list[int] = inputs["cu_seq_lens_k"].tolist()
+    key_index: list[int] = inputs["key_index"].tolist()  # of each document: the tokens of its prefix, then its own
+    key_cu_seqlens: list[int] = inputs["cu_seq_lens_k"].tolist()  # boundaries of the documents in ``key_index``
     first, last = key_cu_seqlens[0], key_cu_seqlens[-1]
-    if len(key_cu_seqlens) != len(query_cu_seqlens) or first != 0 or last != len(key_index):
-        extent = f"from {first} to {last} in {len(key_cu_seqlens) - 1} documents"
-        expected = f"the {len(key_index)} tokens of key_index and {len(query_cu_seqlens) - 1} documents"
-        return [f"cu_seq_lens_k runs {extent} for {expected}"]
+    num_documents, num_key_documents = len(query_cu_seqlens) - 1, len(key_cu_seqlens) - 1
+    if num_key_documents != num_documents or first != 0 or last != len(key_index):
+        return [
+            f"cu_seq_lens_k runs from {first} to {last} in {num_key_documents} documents for the {len(key_index)} "
+            f"tokens of key_index and {num_documents} documents"
+        ]
     key_lengths = [stop - start for start, stop in pairwise(key_cu_seqlens)]
     problems = _length_problems(inputs, key_lengths, "k", "key_lengths")
     document = _first_without_own_keys(key_index, key_cu_seqlens, query_cu_seqlens)
@@ -247,9 +246,9 @@ def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: 
 
 
 def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
-    """Describe why ``position_ids`` do not separate samples; an empty list if they do. Boundaries were checked before.
+    """Describe why ``position_ids`` do not separate samples; an empty list if they do.
 
-    They are (1, T), or (4, 1, T) for text, time, height and width. Text positions must count from 0 in every sample.
+    They are (1, T), or (4, 1, T) for text, time, height and width. Text positions must begin at 0 in every sample.
     """
     positions = inputs.get("position_ids")
     if positions is None:
@@ -266,7 +265,8 @@ def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
             return []
         return ["position_ids do not count from 0 through every sample and its prefix"]
     cu_seqlens = inputs["cu_seq_lens_q"].long()
-    starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]  # without empty samples, which have no first token
+    is_empty = cu_seqlens.diff() == 0
+    starts = cu_seqlens[:-1][~is_empty]
     if text_positions[starts].any():
         return ["position_ids do not begin at 0 in every sample"]
     return []

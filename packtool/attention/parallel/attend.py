@@ -17,14 +17,14 @@ exchanged (Skrull, arXiv 2505.19609, section 3.1). Only inside one autograd func
 - *allgather* (as Llama 3): K and V of all ranks at once, about 2 R T rows more for one layer at a time, and in backward
   twice as many in float32 for their gradients. One exchange instead of R - 1, and fewer, larger blocks.
 
-Functions with a parameter ``overlap`` are collective over the ranks that share the sequence. They call ``overlap``
-once, after starting their first exchange, to compute something that does not need the exchanged tensors.
+Functions with a parameter ``during_exchange`` are collective over the ranks that share the sequence. They call it once,
+after starting their first exchange, to compute something that does not need the exchanged tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,8 @@ from packtool.attention.parallel.mesh import (
 from packtool.batch.prefix_tree import ROOT
 from packtool.batch.shard import SequenceShard
 from packtool.errors import UnsupportedModelError
+
+_Task = Callable[[], None]
 
 
 class AttentionTensors(NamedTuple):
@@ -92,25 +94,42 @@ class Call:
         """True if K and V of all ring ranks are gathered at once, instead of passed around the ring."""
         return self.parallel.split.ring_size > 1 and self.parallel.kv_exchange == "allgather"
 
-    def causal_block(self, documents: Varlen) -> AttentionBlock:
+    @property
+    def local_block(self) -> AttentionBlock:
+        """This rank's local documents."""
+        return self._causal_block(self.layout.local)
+
+    @property
+    def own_block(self) -> AttentionBlock:
+        """This rank's own tokens of the sharded documents, without those of other ring ranks and of prefixes."""
+        return self._causal_block(self.layout.sharded)
+
+    def _causal_block(self, documents: Varlen) -> AttentionBlock:
         """Each query sees itself and the tokens before it."""
         return AttentionBlock(documents, documents, causal=True, scale=self.scale, window=self.window)
 
-    def full_block(self, visible: VisibleKeys) -> AttentionBlock:
-        """Each query sees all keys of its document."""
+    def block_of(self, visible: VisibleKeys) -> AttentionBlock:
+        """Each query sees all of these keys that belong to its document."""
         return AttentionBlock(visible.query_documents, visible.key_documents, causal=False, scale=self.scale)
 
-    def keys_after(self, num_hops: int) -> list[VisibleKeys]:
-        """Return the visible keys among those that this rank has after ``num_hops`` transfers around the ring.
+    @property
+    def needs_own_block_only(self) -> bool:
+        """True without a ring and prefixes: all keys that queries see are in ``own_block``."""
+        return self.parallel.split.ring_size == 1 and not self.visible_after(0)
 
-        Without a transfer, they are those of prefixes; each query also sees the earlier ones of its own document.
-        """
+    def visible_after(self, num_hops: int) -> list[VisibleKeys]:
+        """Return the visible keys besides ``own_block`` that are on this rank after ``num_hops`` ring transfers."""
         rank = self.parallel.split.ring_rank
         owner = (rank - num_hops) % self.parallel.split.ring_size
-        visible = [self.layout.of_prefixes[owner]]
-        if owner != rank:
-            visible.append(self.layout.of_lower_rank if owner < rank else self.layout.of_higher_rank)
-        return [each for each in visible if each is not None]
+        visible = []
+        prefix_keys = self.layout.prefixes_by_rank[owner]
+        if prefix_keys is not None:
+            visible.append(prefix_keys)
+        if owner < rank:
+            visible.append(self.layout.from_lower_rank)
+        elif owner > rank:
+            visible.append(self.layout.from_higher_rank)
+        return visible
 
     def num_copies(self, num_key_heads: int) -> int:
         """Copies of each head of K and V, so that the Ulysses ranks can share them evenly."""
@@ -134,19 +153,25 @@ def attend_shard(
         q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded documents.
         k, v: (T, Hkv, D).
         scale: factor on the scores, by default 1 / sqrt(D).
-        window: a query sees itself and at most ``window - 1`` tokens before it; None if a ring divides the tokens.
+        window: a query sees itself and at most ``window - 1`` tokens before it; not supported with a ring or prefixes.
     """
-    if window is not None and parallel.split.ring_size > 1:
-        problem = "a layer has a sliding window, which chunks on a ring would cut"
-        raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")
-    if window is not None and any(parent != ROOT for parent in shard.parents):
-        problem = "a layer has a sliding window, which would cut prefixes that are attended to as blocks"
-        raise UnsupportedModelError(problem, "Use --share-prefix false.")
+    if window is not None:
+        _refuse_cut_windows(shard, parallel)
     num_sharded = sum(shard.sharded_lengths) // parallel.split.size  # this rank's tokens of the sharded documents
     assert len(q) == shard.num_local + num_sharded, "the tokens are not those of this shard"
     layout = shard_layout(shard, q.device)
     call = Call(parallel, shard, kernel, scale=default_scale(q, scale), window=window, layout=layout)
     return _Attend.apply(q, k, v, call)
+
+
+def _refuse_cut_windows(shard: SequenceShard, parallel: SequenceParallel) -> None:
+    """Raise for a layer with a sliding window if keys inside of the window would be in other blocks than the query."""
+    if parallel.split.ring_size > 1:
+        problem = "a layer has a sliding window, which chunks on a ring would cut"
+        raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")
+    if any(parent != ROOT for parent in shard.parents):
+        problem = "a layer has a sliding window, which would cut prefixes that are attended to as blocks"
+        raise UnsupportedModelError(problem, "Use --share-prefix false.")
 
 
 class _Attend(torch.autograd.Function):
@@ -156,26 +181,27 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Return the output (T, Hq, D): first of the local documents, then of the sharded ones, as in q, k and v."""
         num_local = call.shard.num_local
-        local_inputs = _local_inputs(call, q, k, v)
+        local_q, local_k, local_v = _local_inputs(call, q, k, v)
         local_out, local_lse = None, None
 
         def attend_locally() -> None:
             nonlocal local_out, local_lse
             if num_local:
-                local_out, local_lse = call.kernel.fwd(*local_inputs, call.causal_block(call.layout.local))
+                local_out, local_lse = call.kernel.fwd(local_q, local_k, local_v, call.local_block)
 
         sharded_out = None
-        saved_sharded: Sequence[Tensor | None] = [None] * len(AttentionTensors._fields)
+        saved_sharded: tuple[Tensor | None, ...] = ()
         if call.shard.sharded_lengths:
             inputs = q[num_local:], k[num_local:], v[num_local:]
-            sharded_out, tensors = _sharded_forward(call, *inputs, overlap=attend_locally)
-            # Without Ulysses, ``tensors.out`` is saved as a part of the result. With it, it has other tokens and heads.
-            saved_sharded = [tensors.q, tensors.k, tensors.v, tensors.out if call.has_ulysses else None, tensors.lse]
+            sharded_out, sharded = _sharded_forward(call, *inputs, during_exchange=attend_locally)
+            # Without Ulysses, the output is saved as a part of ``result``. With it, it has other tokens and heads.
+            saved_out = sharded.out if call.has_ulysses else None
+            saved_sharded = sharded.q, sharded.k, sharded.v, saved_out, sharded.lse
         else:
             attend_locally()
         result = _concatenate(local_out, sharded_out)
         ctx.call = call
-        ctx.save_for_backward(result, *local_inputs, local_lse, *saved_sharded)
+        ctx.save_for_backward(result, local_q, local_k, local_v, local_lse, *saved_sharded)
         return result
 
     @staticmethod
@@ -190,18 +216,15 @@ class _Attend(torch.autograd.Function):
             nonlocal local_gradients
             if num_local:
                 local = AttentionTensors(local_q, local_k, local_v, result[:num_local], local_lse)
-                local_grad = grad[:num_local].contiguous()
-                local_gradients = call.kernel.bwd(local_grad, *local, call.causal_block(call.layout.local))
+                local_gradients = call.kernel.bwd(grad[:num_local].contiguous(), *local, call.local_block)
 
         sharded_gradients: Gradients | tuple[None, None, None] = (None, None, None)
         if call.shard.sharded_lengths:
-            tensors = AttentionTensors(*saved_sharded)
-            if not call.has_ulysses:
-                tensors = tensors._replace(out=result[num_local:])
+            q, k, v, saved_out, lse = saved_sharded
+            out = saved_out if call.has_ulysses else result[num_local:]
+            sharded = AttentionTensors(q, k, v, out, lse)
             num_key_heads = local_k.shape[1]
-            sharded_gradients = _sharded_backward(
-                call, grad[num_local:], tensors, num_key_heads, overlap=differentiate_locally
-            )
+            sharded_gradients = _sharded_backward(call, grad[num_local:], sharded, num_key_heads, differentiate_locally)
         else:
             differentiate_locally()
         dq, dk, dv = map(_concatenate, local_gradients, sharded_gradients)
@@ -227,28 +250,31 @@ def _concatenate(local: Tensor | None, sharded: Tensor | None) -> Tensor:
 
 
 def _sharded_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, overlap: Callable[[], None]
+    call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task
 ) -> tuple[Tensor, AttentionTensors]:
     """Return the output of this rank's sharded tokens, and the tensors for the backward pass.
 
     With Ulysses, the tensors for the backward pass have all tokens of the U ranks, and this rank's share of the heads.
     """
     if not call.has_ulysses:
-        out, lse = _ring_forward(call, q, k, v, overlap)
+        out, lse = _ring_forward(call, q, k, v, during_exchange)
         return out, AttentionTensors(q, k, v, out, lse)
+    q, k, v = _scatter_inputs(call, q, k, v, during_exchange)
+    out, lse = _ring_forward(call, q, k, v, during_exchange=lambda: None)
+    return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
+
+
+def _scatter_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task) -> Gradients:
+    """Exchange q, k and v (T, H, D) of this rank's tokens for those of the U ranks' tokens, (U * T, H / U, D)."""
     num_ranks = call.parallel.split.ulysses_size
-    num_copies = call.num_copies(k.shape[1])  # of each head of K and V, if there are fewer heads than ranks
+    num_copies = call.num_copies(num_key_heads=k.shape[1])
     k = k.repeat_interleave(num_copies, dim=1)
     v = v.repeat_interleave(num_copies, dim=1)
     heads_per_rank = [tensor.shape[1] // num_ranks for tensor in (q, k, v)]
     head_dims = [tensor.shape[-1] for tensor in (q, k, v)]
     wait_for_heads = scatter_heads(_heads_by_rank(q, k, v, num_ranks), call.parallel.ulysses)
-    overlap()
-    q, k, v = _split_heads(wait_for_heads(), heads_per_rank, head_dims)
-    # This function holds the received tensor. Its memory is needed, and q, k and v are copies of its parts.
-    del wait_for_heads
-    out, lse = _ring_forward(call, q, k, v, overlap=lambda: None)
-    return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
+    during_exchange()
+    return _split_heads(wait_for_heads(), heads_per_rank, head_dims)
 
 
 def _heads_by_rank(q: Tensor, k: Tensor, v: Tensor, num_ranks: int) -> Tensor:
@@ -269,17 +295,17 @@ def _split_heads(joined: Tensor, num_heads: list[int], head_dims: list[int]) -> 
 
 
 def _sharded_backward(
-    call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int, overlap: Callable[[], None]
+    call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int, during_exchange: _Task
 ) -> Gradients:
     """Return the gradients of q, k and v of this rank's sharded tokens, from the gradient of their output (T, Hq, D).
 
-    ``num_key_heads``: heads of k and v before they were repeated for Ulysses.
+    ``saved`` are the tensors of ``_sharded_forward``; ``num_key_heads`` are those of k and v before it repeated them.
     """
     if not call.has_ulysses:
-        return _ring_backward(call, grad.contiguous(), saved, overlap)
-    wait_for_heads = scatter_heads(grad, call.parallel.ulysses)
-    overlap()
-    gradients = _ring_backward(call, wait_for_heads(), saved, overlap=lambda: None)
+        return _ring_backward(call, grad.contiguous(), saved, during_exchange)
+    wait_for_grad = scatter_heads(grad, call.parallel.ulysses)
+    during_exchange()
+    gradients = _ring_backward(call, wait_for_grad(), saved, during_exchange=lambda: None)
     dq, dk, dv = _gather_gradients(call, gradients)
     num_copies = call.num_copies(num_key_heads)
     if num_copies > 1:
@@ -310,30 +336,33 @@ def _split_kv(kv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     return kv[..., :key_dim], kv[..., key_dim:]
 
 
-def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, overlap: Callable[[], None]) -> tuple[Tensor, Tensor]:
+def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, D) and lse (Hq, T) of this rank's queries, over the keys of all ring ranks.
 
     K and V of every rank travel around the ring, from each rank to the next; each rank attends to what it receives.
     """
     if call.gathers_keys:
-        return _gather_forward(call, q, k, v, overlap)
-    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
-    own_block = call.causal_block(call.layout.sharded)
-    if ring_size == 1 and not call.keys_after(0):
-        overlap()
-        return call.kernel.fwd(q, k, v, own_block)
-    for num_hops, kv in enumerate(_kv_around_ring(torch.cat([k, v], dim=-1), ring, ring_size)):
+        return _gather_forward(call, q, k, v, during_exchange)
+    if call.needs_own_block_only:
+        during_exchange()
+        return call.kernel.fwd(q, k, v, call.own_block)
+    for num_hops, kv in enumerate(_kv_around_ring(call, k, v)):
         if num_hops == 0:
-            overlap()
-            own_out, lse = call.kernel.fwd(q, k, v, own_block)
+            during_exchange()
+            own_out, lse = call.kernel.fwd(q, k, v, call.own_block)
             out = own_out.to(lse.dtype)
-        for visible in call.keys_after(num_hops):
+        for visible in call.visible_after(num_hops):
             out, lse = _merge_keys(call, visible, q, kv, (out, lse))
     return out.to(own_out.dtype), lse
 
 
-def _kv_around_ring(kv: Tensor, ring: Any, ring_size: int) -> Iterator[Tensor]:
-    """Yield this rank's K and V, then those of the ranks before it, and pass each on while the caller computes."""
+def _kv_around_ring(call: Call, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+    """Yield this rank's K and V, then those of the ranks before it, and pass each on while the caller computes.
+
+    K and V are side by side, (T, Hkv, D of k and v).
+    """
+    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
+    kv = torch.cat([k, v], dim=-1)
     for num_hops in range(ring_size):
         wait_for_kv = start_ring_transfer(kv, ring) if num_hops + 1 < ring_size else None
         yield kv
@@ -353,42 +382,41 @@ def _merge_keys(
     out, lse = result
     queries = visible.queries
     k, v = _split_kv(kv, key_dim=q.shape[-1])
-    block_result = call.kernel.fwd(q[queries], k[visible.keys], v[visible.keys], call.full_block(visible))
-    merged, merged_lse = merge_outputs(out[queries], lse[:, queries], *block_result)
+    block_out, block_lse = call.kernel.fwd(q[queries], k[visible.keys], v[visible.keys], call.block_of(visible))
+    merged, merged_lse = merge_outputs(out[queries], lse[:, queries], block_out, block_lse)
     if isinstance(queries, slice):  # all queries
         return merged, merged_lse
     return out.index_copy(0, queries, merged), lse.index_copy(1, queries, merged_lse)
 
 
-def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors, overlap: Callable[[], None]) -> Gradients:
+def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors, during_exchange: _Task) -> Gradients:
     """Return the gradients of q, k and v of this rank's tokens, from the gradient of their output (T, Hq, D).
 
     K and V travel around the ring again. Behind them travel the sums of their gradients: each rank adds its part, and
     the last transfer takes the sums to the rank of the keys.
     """
     if call.gathers_keys:
-        return _gather_backward(call, grad, saved, overlap)
-    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
-    own_block = call.causal_block(call.layout.sharded)
-    if ring_size == 1 and not call.keys_after(0):
-        overlap()
-        return call.kernel.bwd(grad, *saved, own_block)
-    for num_hops, kv in enumerate(_kv_around_ring(torch.cat([saved.k, saved.v], dim=-1), ring, ring_size)):
+        return _gather_backward(call, grad, saved, during_exchange)
+    if call.needs_own_block_only:
+        during_exchange()
+        return call.kernel.bwd(grad, *saved, call.own_block)
+    ring = call.parallel.ring
+    for num_hops, kv in enumerate(_kv_around_ring(call, saved.k, saved.v)):
         if num_hops == 0:
-            overlap()
-            own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, own_block)
+            during_exchange()
+            own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, call.own_block)
             dq = own_dq.to(saved.lse.dtype)  # float32 for inputs of 16 bits
-            dkv = torch.cat([own_dk, own_dv], dim=-1).to(saved.lse.dtype)
+            dkv = torch.cat([own_dk, own_dv], dim=-1).to(saved.lse.dtype)  # sums for the keys in ``kv``
         else:
-            # The sums of the ranks before this one, for the keys in ``kv``, arrive while this rank computes its part.
+            # The sums for the keys that have just arrived follow while this rank computes its part of them.
             wait_for_dkv = start_ring_transfer(dkv, ring)
-        blocks = call.keys_after(num_hops)
+        blocks = call.visible_after(num_hops)
         gradients = [_block_gradients(call, visible, grad, saved, kv) for visible in blocks]
-        if num_hops:
+        if num_hops > 0:
             dkv = wait_for_dkv()
-        _add_gradients(dq, dkv, blocks, gradients)
-    if ring_size > 1:
-        dkv = start_ring_transfer(dkv, ring)()
+        _accumulate_gradients(dq, dkv, blocks, gradients)
+    if call.parallel.split.ring_size > 1:
+        dkv = start_ring_transfer(dkv, ring)()  # home to the rank of the keys
     dk, dv = _split_kv(dkv, saved.k.shape[-1])
     dtype = saved.q.dtype
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
@@ -397,25 +425,25 @@ def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors, overlap: C
 def _block_gradients(
     call: Call, visible: VisibleKeys, grad: Tensor, saved: AttentionTensors, kv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients that the attention of some queries to received keys contributes.
+    """Return the gradients that the attention of the queries in ``visible`` to its keys contributes.
 
     Args:
-        grad: gradient of the output of all of this rank's queries.
-        kv: (received tokens, Hkv, D of k and v side by side).
+        grad: (T, Hq, D), gradient of the output of all of this rank's queries.
+        kv: (received tokens, Hkv, D of k and v side by side), of one ring rank, or gathered from all.
 
     Returns:
         dq of the queries in ``visible``; dk and dv, side by side as in ``kv``, of the keys in ``visible``.
     """
     queries = visible.queries
-    k, v = _split_kv(kv, saved.k.shape[-1])
+    k, v = _split_kv(kv, key_dim=saved.k.shape[-1])
     inputs = saved.q[queries], k[visible.keys], v[visible.keys]
-    final_out, final_lse = saved.out[queries], saved.lse[:, queries]
-    dq, dk, dv = call.kernel.bwd(grad[queries], *inputs, final_out, final_lse, call.full_block(visible))
+    out, lse = saved.out[queries], saved.lse[:, queries]  # over the keys of all blocks
+    dq, dk, dv = call.kernel.bwd(grad[queries], *inputs, out, lse, call.block_of(visible))
     return dq, torch.cat([dk, dv], dim=-1)
 
 
-def _add_gradients(
-    dq: Tensor, dkv: Tensor, blocks: Sequence[VisibleKeys], gradients: Sequence[tuple[Tensor, Tensor]]
+def _accumulate_gradients(
+    dq: Tensor, dkv: Tensor, blocks: list[VisibleKeys], gradients: list[tuple[Tensor, Tensor]]
 ) -> None:
     """Add the results of ``_block_gradients`` of some blocks to all queries' dq and received keys' dkv, in place."""
     for visible, (block_dq, block_dkv) in zip(blocks, gradients, strict=True):
@@ -434,30 +462,31 @@ def _add_to_rows(total: Tensor, rows: Rows, part: Tensor, *, repeats: bool = Fal
         total.index_add_(0, rows, part.to(total.dtype))
 
 
-def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, overlap: Callable[[], None]) -> tuple[Tensor, Tensor]:
+def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task) -> tuple[Tensor, Tensor]:
     """Do the same as ``_ring_forward``, but gather K and V of all ring ranks at once."""
     wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
-    overlap()
-    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(call.layout.sharded))
+    during_exchange()
+    own_out, lse = call.kernel.fwd(q, k, v, call.own_block)
     out = own_out.to(lse.dtype)
     gathered_kv = wait_for_kv()
-    for visible in call.layout.of_all_ranks:
+    for visible in call.layout.from_all_ranks:
         out, lse = _merge_keys(call, visible, q, gathered_kv, (out, lse))
     return out.to(own_out.dtype), lse
 
 
-def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors, overlap: Callable[[], None]) -> Gradients:
+def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors, during_exchange: _Task) -> Gradients:
     """Do the same as ``_ring_backward``, but gather K and V of all ring ranks at once."""
     # Gathered again, not saved: sequence parallelism is to avoid keeping K and V of all ranks and all layers.
     wait_for_kv = start_all_gather(torch.cat([saved.k, saved.v], dim=-1), call.parallel.ring)
-    overlap()
-    own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
+    during_exchange()
+    own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, call.own_block)
     gathered_kv = wait_for_kv()
     sum_dtype = saved.lse.dtype
     dq = own_dq.to(sum_dtype)
     gathered_dkv = torch.zeros_like(gathered_kv, dtype=sum_dtype)
-    for visible in call.layout.of_all_ranks:
-        _add_gradients(dq, gathered_dkv, [visible], [_block_gradients(call, visible, grad, saved, gathered_kv)])
+    for visible in call.layout.from_all_ranks:
+        gradients = _block_gradients(call, visible, grad, saved, gathered_kv)
+        _accumulate_gradients(dq, gathered_dkv, [visible], [gradients])
     dk, dv = _split_kv(reduce_scatter_rows(gathered_dkv, call.parallel.ring), saved.k.shape[-1])
     dtype = saved.q.dtype
     return dq.to(dtype), (own_dk + dk).to(dtype), (own_dv + dv).to(dtype)

@@ -79,15 +79,11 @@ def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, 
 
     Args:
         config: the model's ``config.json``.
-        num_ranks: P, the ranks that would share a sequence.
+        num_ranks: P, the ranks that would share a sequence; 1 if their number is not known yet.
         trained: whether the model will be trained, so that dropout of attention weights is refused, too.
-
-    Raises:
-        ConfigError: if this number of ranks cannot share the heads of the model's gated delta nets evenly.
-        UnsupportedModelError: for other recurrent layers, dropout, and attention in both directions within pictures.
     """
     text = text_config_of(config)
-    if family_of(config).whole_pictures:
+    if family_of(config).whole_pictures:  # attention in both directions
         raise UnsupportedModelError(
             f"--sequence-parallel-size: tokens of a picture of a {config.get('model_type')} model attend to each other "
             "in both directions, which sequences that several processes share cannot",
@@ -152,11 +148,7 @@ class Axes:
 
 
 def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, ranks_per_node: int) -> Axes:
-    """Choose how ranks share a sequence: as a run's options request, or with ``auto`` so that ranks send the least.
-
-    ``auto`` considers the splits that divide the heads evenly, keep Ulysses ranks in one machine and have no tiny
-    chunks. Of splits that send equally much, it takes the one with the most Ulysses ranks. Unless the options decide,
-    K and V pass around the ring if chunks are long enough to hide the transfer, and are gathered at once otherwise.
+    """Choose how ranks share a sequence: as the options request, or with ``auto`` so that they exchange the least data.
 
     Args:
         typical_length: mean length of the samples, weighted by their tokens.
@@ -174,9 +166,8 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     if requested_ulysses is None:
         axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
-        axes, reason = candidates[0], "as asked"
-    exchange_is_chosen = options.sequence_parallel_type in ("auto", "ulysses")  # the other types name the exchange
-    if exchange_is_chosen and axes.ring_size > 1:
+        axes, reason = candidates[0], "as asked"  # the only candidate
+    if axes.ring_size > 1 and options.sequence_parallel_type not in ("ring", "allgather"):
         verdict = "long enough" if axes.kv_exchange == "ring" else "too short"
         chunk_tokens = _chunk_tokens(axes, typical_length)
         reason += f"; chunks of about {chunk_tokens:,} tokens are {verdict} to hide the next one's way"
@@ -191,7 +182,10 @@ def _divisors(number: int) -> list[int]:
 def _possible_axes(
     options: ParallelOptions, heads: Heads, ulysses_sizes: Sequence[int], typical_length: int
 ) -> list[Axes]:
-    """Return the axes with these Ulysses sizes that divide the heads evenly and do not cut sliding windows."""
+    """Return the axes with these Ulysses sizes that divide the heads evenly and do not cut sliding windows.
+
+    Unless the options decide, K and V pass around a ring only if chunks are long enough to hide the transfer.
+    """
     possible = []
     for ulysses_size in ulysses_sizes:
         axes = Axes(ring_size=options.sequence_parallel_ranks // ulysses_size, ulysses_size=ulysses_size)

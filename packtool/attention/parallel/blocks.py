@@ -100,26 +100,16 @@ class BlockKernel(abc.ABC):
 
     @abc.abstractmethod
     def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """Attend.
+        """Return the output (T, Hq, D) of attention, and its lse, float32 (Hq, T), float64 for float64.
 
-        Args:
-            q: (T, Hq, D).
-            k, v: (T', Hkv, D).
-
-        Returns:
-            out (T, Hq, D) and lse float32 (Hq, T), float64 for float64; 0 and -inf for queries without keys.
+        q is (T, Hq, D), k and v are (T', Hkv, D). Queries without keys have an output of 0 and an lse of -inf.
         """
 
     @abc.abstractmethod
     def bwd(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
     ) -> Gradients:
-        """This block's part of the gradients of q, k and v.
-
-        Args:
-            grad: (T, Hq, D), of the final output.
-            out, lse: the final ones, over the keys of all blocks.
-        """
+        """Return this block's part of the gradients of q, k and v; grad, out and lse are those over all blocks."""
 
 
 class MathBlockKernel(BlockKernel):
@@ -248,15 +238,9 @@ class CudaFlashBlockKernel(BlockKernel):
 
 
 def merge_outputs(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention of the same queries to two blocks of keys.
+    """Merge the attention of the same queries to two blocks of keys; return out and lse over the keys of both.
 
-    Args:
-        out, block_out: (T, Hq, D), ``out`` in float32 or float64.
-        lse, block_lse: (Hq, T), log-sum-exp of the scores in the precision of ``out``; -inf for a query that sees no
-            key of the block.
-
-    Returns:
-        out and lse over the keys of both blocks; 0 and -inf for a query that sees no key of either.
+    ``out`` is (T, Hq, D), and ``lse`` (Hq, T) is -inf for queries that see no keys; both are float32 or float64.
     """
     merged_lse = torch.logaddexp(lse, block_lse)
 
@@ -270,12 +254,7 @@ def merge_outputs(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
 
 
 def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> BlockKernel:
-    """Return the kernel that computes a run's attention blocks.
-
-    Args:
-        impl: value of ``--attn-impl``.
-        head_dims: head size D of q and k, and that of v.
-    """
+    """Return the kernel for blocks by ``--attn-impl``; ``head_dims`` are the head size D of q and k, and that of v."""
     if impl not in SEQUENCE_PARALLEL_KERNELS:
         raise ConfigError(
             f"--attn-impl {impl}: sequences that several processes share are attended to in blocks, by torch's kernels "
@@ -347,18 +326,17 @@ class ShardLayout:
     Args:
         local: documents that are this rank's alone.
         sharded: this rank's tokens of each sharded document: two chunks, or the complete document without a ring.
-        of_lower_rank, of_higher_rank: visible keys of one ring rank, whose number is lower or higher than this rank's.
-        of_all_ranks: visible keys in the tokens gathered from all ring ranks, for the queries of each chunk that sees
-            keys of other ranks.
-        of_prefixes: for each ring rank, its keys of the prefixes that documents continue; None without prefixes.
+        from_lower_rank, from_higher_rank: visible keys of a ring rank with a lower or a higher number than this rank.
+        from_all_ranks: visible keys in the tokens gathered from all ring ranks; empty without a ring.
+        prefixes_by_rank: for each ring rank, its keys of the prefixes that documents continue; None without prefixes.
     """
 
     local: Varlen
     sharded: Varlen
-    of_lower_rank: VisibleKeys
-    of_higher_rank: VisibleKeys
-    of_all_ranks: tuple[VisibleKeys, ...]
-    of_prefixes: tuple[VisibleKeys | None, ...]
+    from_lower_rank: VisibleKeys
+    from_higher_rank: VisibleKeys
+    from_all_ranks: list[VisibleKeys]
+    prefixes_by_rank: list[VisibleKeys | None]
 
 
 @lru_cache(maxsize=4)
@@ -366,52 +344,69 @@ def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """Return the layout of a rank's shard; cached, because every layer needs it."""
     ring_size, rank = shard.split.ring_size, shard.split.ring_rank
     lengths = _rank_lengths(shard)
-    sharded = Varlen.of_lengths(lengths, device)
+    both_chunks = Varlen.of_lengths(lengths, device)
     one_chunk = Varlen.of_lengths([length // 2 for length in lengths], device)
-    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank  # numbers of this rank's chunks of each document
-    first_rows = _own_rows(shard, first_chunk, device)
-    second_rows = _own_rows(shard, second_chunk, device)
-    # A query sees the keys of the chunks before its own. Those on this rank are not received.
-    chunks_seen_by_first = range(first_chunk)
-    chunks_seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
-    of_all_ranks = []
-    for queries, chunks in ((first_rows, chunks_seen_by_first), (second_rows, chunks_seen_by_second)):
-        if ring_size > 1 and lengths and chunks:
-            keys, key_documents = _gathered_keys(shard, chunks, device)
-            of_all_ranks.append(VisibleKeys(queries, keys, one_chunk, key_documents))
-    of_prefixes = tuple(_prefix_keys(shard, [owner], device) for owner in range(ring_size))
-    if ring_size > 1 and (prefix_keys := _prefix_keys(shard, range(ring_size), device)) is not None:
-        of_all_ranks.append(prefix_keys)
+    first_rows = _own_rows(shard, rank, device)
+    second_rows = _own_rows(shard, 2 * ring_size - 1 - rank, device)
     return ShardLayout(
         local=Varlen.of_lengths(shard.local_lengths, device),
-        sharded=sharded,
-        # All queries come after the first chunks of a lower rank, and before its second chunks.
-        of_lower_rank=VisibleKeys(_ALL_ROWS, first_rows, query_documents=sharded, key_documents=one_chunk),
-        # Both chunks of a higher rank lie between this rank's first and second chunks.
-        of_higher_rank=VisibleKeys(second_rows, _ALL_ROWS, query_documents=one_chunk, key_documents=sharded),
-        of_all_ranks=tuple(of_all_ranks),
-        of_prefixes=of_prefixes,
+        sharded=both_chunks,
+        # Of a lower rank, the first chunk lies before both of this rank's chunks, and the second chunk after them.
+        from_lower_rank=VisibleKeys(
+            queries=_ALL_ROWS, keys=first_rows, query_documents=both_chunks, key_documents=one_chunk
+        ),
+        # Both chunks of a higher rank lie between this rank's first and second chunk.
+        from_higher_rank=VisibleKeys(
+            queries=second_rows, keys=_ALL_ROWS, query_documents=one_chunk, key_documents=both_chunks
+        ),
+        from_all_ranks=_gathered_visible_keys(shard, device) if ring_size > 1 else [],
+        prefixes_by_rank=[_prefix_keys(shard, [owner], device) for owner in range(ring_size)],
     )
 
 
-def _prefix_keys(shard: SequenceShard, owners: Sequence[int], device: torch.device) -> VisibleKeys | None:
-    """Return this rank's queries that continue prefixes, and all keys of these that ring ranks own; None without any.
+def _gathered_visible_keys(shard: SequenceShard, device: torch.device) -> list[VisibleKeys]:
+    """Return the visible keys of other ring ranks in the tokens that are gathered from all of them."""
+    ring_size, rank = shard.split.ring_size, shard.split.ring_rank
+    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank
+    # A query sees the keys of all chunks before its own. This rank's first chunk needs no exchange.
+    seen_by_first = list(range(first_chunk))
+    seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
+    chunk_lengths = [length // 2 for length in _rank_lengths(shard)]
+    visible = []
+    for own_chunk, seen_chunks in ((first_chunk, seen_by_first), (second_chunk, seen_by_second)):
+        if chunk_lengths and seen_chunks:
+            queries, query_documents = _own_rows(shard, own_chunk, device), Varlen.of_lengths(chunk_lengths, device)
+            keys, key_documents = _gathered_keys(shard, seen_chunks, device)
+            visible.append(VisibleKeys(queries, keys, query_documents, key_documents))
+    prefix_keys = _prefix_keys(shard, range(ring_size), device)
+    return visible if prefix_keys is None else [*visible, prefix_keys]
 
-    The rows of the keys are those of one owner, or of the gathered tokens of several.
+
+def _prefix_keys(shard: SequenceShard, owners: Sequence[int], device: torch.device) -> VisibleKeys | None:
+    """Return this rank's queries of documents that continue prefixes, with the keys of these prefixes; None without.
+
+    Only keys of the ring ranks ``owners`` are returned, as rows of the tokens of these ranks laid end to end.
     """
     if all(parent == ROOT for parent in shard.parents):
         return None
     starts = np.cumsum([0, *_rank_lengths(shard)])
-    paths: list[list[npt.NDArray[np.int64]]] = []  # of each document, the rows of its prefixes and its own
+    rows_of_path: list[npt.NDArray[np.int64]] = []  # of each document: those of all its prefixes, then its own
     queries, keys = [], []
-    for number, (parent, rows) in enumerate(zip(shard.parents, _owned_rows(shard, owners), strict=True)):
-        paths.append([*([] if parent == ROOT else paths[parent]), rows])
-        if parent != ROOT:
-            queries.append(np.arange(starts[number], starts[number + 1]))
-            keys.append(np.concatenate(paths[parent]))
-    varlens = [Varlen.of_lengths(list(map(len, rows)), device) for rows in (queries, keys)]
-    query_rows, key_rows = _join_rows(queries, device), _join_rows(keys, device)
-    return VisibleKeys(query_rows, key_rows, varlens[0], varlens[1], repeats_keys=True)
+    for number, (parent, own_rows) in enumerate(zip(shard.parents, _owned_rows(shard, owners), strict=True)):
+        if parent == ROOT:
+            rows_of_path.append(own_rows)
+            continue
+        prefix_rows = rows_of_path[parent]
+        rows_of_path.append(np.concatenate([prefix_rows, own_rows]))
+        queries.append(np.arange(starts[number], starts[number + 1]))
+        keys.append(prefix_rows)
+    return VisibleKeys(
+        queries=_join_rows(queries, device),
+        keys=_join_rows(keys, device),
+        query_documents=Varlen.of_lengths([len(rows) for rows in queries], device),
+        key_documents=Varlen.of_lengths([len(rows) for rows in keys], device),
+        repeats_keys=True,
+    )
 
 
 def _owned_rows(shard: SequenceShard, owners: Sequence[int]) -> list[npt.NDArray[np.int64]]:

@@ -40,24 +40,20 @@ _SCATTER, _GATHER = False, True  # directions of _ExchangeHeads
 def run_sharded(
     layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: RunIsolated
 ) -> Tensor:
-    """Run a gated delta net on this rank's tokens of the sharded documents; all ranks that share them call this.
+    """Run a gated delta net on this rank's tokens of the sharded documents, (1, T / P, hidden); return the same shape.
 
-    Args:
-        layer: the complete layer, with its weights.
-        hidden_states: (1, T / P, hidden).
-        run: calls a forward so that no document affects another.
-
-    Returns:
-        (1, T / P, hidden).
+    All ranks that share the documents call this. ``run`` calls a forward so that no document affects another.
     """
     net: Any = layer
+    # ``b`` and ``a`` control how much the recurrence writes into its state, and how fast the state decays.
     q, k, v, gate, b, a = _projected(net, hidden_states)
-    # Exchange all heads of this rank's tokens, (T / P, P, C), for this rank's heads of all tokens, (T, 1, C).
     inputs_by_rank = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)
+    # Exchange all heads of this rank's tokens for this rank's heads of all tokens.
     inputs: Tensor = _ExchangeHeads.apply(inputs_by_rank, parallel.group, _SCATTER)
-    # In the forward of the layer's class, ``self`` is a stand-in for the layer that has only this rank's heads.
+    # Call the forward of the layer's class with another ``self``, which has only this rank's heads.
     layer_of_rank = _RankHeads(net, parallel.split.size, parallel.split.rank)
-    outputs = _run_in_document_order(partial(type(layer).forward, layer_of_rank), inputs, shard, run)
+    forward = partial(type(layer).forward, layer_of_rank)
+    outputs = _run_in_document_order(forward, inputs, shard, run)
     # Exchange this rank's heads of all tokens back for all heads of this rank's tokens.
     out: Tensor = _ExchangeHeads.apply(outputs, parallel.group, _GATHER)
     gated = net.norm(out.reshape(-1, net.head_v_dim), gate.reshape(-1, net.head_v_dim))
@@ -95,10 +91,9 @@ def _channels_by_rank(net: Any, projections: Sequence[Tensor], num_ranks: int) -
 
 @lru_cache(maxsize=4)
 def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the order of the T tokens of the sharded documents in the sequences of all P ranks laid end to end.
+    """Return the row of each of the T tokens of the sharded documents in the sequences of all P ranks laid end to end.
 
-    Returns:
-        int64 (T,) each: the row of each token in these sequences; the token of each row.
+    Also return the token of each row, int64 (T,) each.
     """
     placement = [SHARDED] * len(shard.sharded_lengths)
     token_of_row = np.concatenate(assign_tokens(shard.sharded_lengths, placement, shard.split))
@@ -106,10 +101,7 @@ def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Te
 
 
 def _projected(net: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """Project this rank's tokens to q, k (T, Hk, Dk), v, the output's gate (T, Hv, Dv), b and a (T, Hv).
-
-    The recurrence reads b and a: how much it writes into its state, and how fast the state decays.
-    """
+    """Project this rank's tokens to q, k (T, Hk, Dk), v, the output's gate (T, Hv, Dv), b and a (T, Hv)."""
     if hasattr(net, "in_proj_qkvz"):
         qkvz, ba = net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states)
         return tuple(tensor[0] for tensor in net.fix_query_key_value_ordering(qkvz, ba))

@@ -138,9 +138,7 @@ class SequenceParallel:
     def gather(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
         """Gather the complete sequence, (``num_tokens``, ...), on every rank.
 
-        Args:
-            values: (T, ...) of this rank's tokens.
-            index: int64 (T,), their positions in the complete sequence.
+        ``values``, (T, ...), are those of this rank's tokens, at the positions ``index``, int64 (T,), of the sequence.
         """
         own_count = torch.zeros(self.split.size, dtype=torch.int64, device=values.device)
         own_count[self.split.rank] = len(values)
@@ -171,11 +169,7 @@ class SequenceParallel:
 def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: SequenceParallel) -> list[Tensor]:
     """Exchange features of the media this rank encoded for features of its tokens; all ranks must call this.
 
-    Args:
-        levels: (n, D) of each level, of this rank's media.
-
-    Returns:
-        (m, D) of each level, of this rank's tokens.
+    Return (m, D) of each level from (n, D) of each level.
     """
     received: Tensor = _Exchange.apply(torch.cat(levels, dim=-1), route, parallel)
     return list(torch.split(received, [level.shape[-1] for level in levels], dim=-1))

@@ -37,7 +37,7 @@ from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.model.precision import bytes_saved_by_quantization, quantized_layers
-from packtool.train.model.recompute import LayerPlan, plan_layers
+from packtool.train.model.recompute import LayerPlan, no_bytes, plan_layers, with_all_layers
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import (
@@ -70,8 +70,7 @@ class Proposal:
     Args:
         micro_batches: those of a rank that may need most memory.
         fill: share of the packs' capacity that samples fill.
-        num_steps, tokens, seconds: of an epoch; a prefix counts for each of its samples. Before layers are planned,
-            recomputation takes no time.
+        num_steps, tokens, seconds: of an epoch; a prefix counts for each of its samples.
         token_share_saved: share of ``tokens`` that shared prefixes save, 0 to 1.
         gathering_share: share of the time in which keys and values of shared prefixes are gathered, 0 to 1.
         recomputation: figures of the planned layers; None without ``--gradient-checkpointing auto``.
@@ -94,6 +93,11 @@ class Proposal:
     def seconds_per_token(self) -> float:
         """Seconds of an epoch divided by its tokens."""
         return self.seconds / self.tokens
+
+    @property
+    def lacks_layer_plan(self) -> bool:
+        """Whether the layers that recompute must still be planned."""
+        return self.run.plans_recomputation and self.recomputation is None
 
     @property
     def sharding(self) -> str:
@@ -135,36 +139,40 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     """Search for training settings whose peak memory fits into a GPU of ``--fit`` bytes; keep the user's settings.
 
     The time of all settings is estimated first. Memory takes seconds to trace, so it is traced for the fastest settings
-    first, until ``MAX_PROPOSALS`` settings fit. These become the result's ``proposals``, the fastest first. Settings
-    with ``--gradient-checkpointing auto`` count as if no layer recomputed until they are the fastest; then their layers
-    are planned, and they are sorted again. Raise a ConfigError if no settings fit, or if training accepts none.
+    first, until ``MAX_PROPOSALS`` settings fit. Raise a ConfigError if no settings fit, or if training accepts none.
     """
-    fit = Fit(config)
-    runs = fit.accepted_runs()
-    fit.num_settings = len(runs)
+    search = Fit(config)
+    runs = search.accepted_runs()
+    search.num_settings = len(runs)
     progress.start("estimating times", len(runs))
     candidates = []
     for run in runs:
-        candidates.append(fit.estimate_time(run))
+        candidates.append(search.estimate_time(run))
         progress.advance(1)
     progress.finish()
     progress.start("tracing memory, fastest settings first", None)
-    remaining = candidates
-    while remaining and len(fit.proposals) < MAX_PROPOSALS:
-        candidate, *remaining = fastest_first(remaining)
-        if candidate.run.plans_recomputation and candidate.recomputation is None:
-            remaining += fit.with_planned_layers(candidate)
-            continue
-        fit.num_tried += 1
-        progress.advance(1)
-        if candidate.recomputation is not None:
-            fit.proposals.append(candidate)
-        elif fit.fits(candidate):
-            fit.proposals.append(dataclasses.replace(candidate, memory=fit.memory(candidate)))
+    _trace_fastest(search, candidates, progress)
     progress.finish()
-    if not fit.proposals:
-        raise _no_fit_error(fit, candidates)
-    return fit
+    if not search.proposals:
+        raise _no_fit_error(search, candidates)
+    return search
+
+
+def _trace_fastest(search: Fit, candidates: list[Proposal], progress: Progress) -> None:
+    """Add the fastest candidates that fit to the proposals of a search, up to ``MAX_PROPOSALS``."""
+    remaining = candidates
+    while remaining and len(search.proposals) < MAX_PROPOSALS:
+        candidate, *remaining = fastest_first(remaining)
+        if candidate.lacks_layer_plan:
+            # Planning adds the time of recomputation, so another candidate may be the fastest afterwards.
+            remaining += search.with_planned_layers(candidate)
+            continue
+        search.num_tried += 1
+        progress.advance(1)
+        if candidate.recomputation is not None:  # planned for the budget, so it fits
+            search.proposals.append(candidate)
+        elif search.fits(candidate):
+            search.proposals.append(dataclasses.replace(candidate, memory=search.memory(candidate)))
 
 
 class _Planned(NamedTuple):
@@ -179,9 +187,11 @@ class Fit:
     """Search for settings of a model on caches; caches plans and traces.
 
     Attributes:
-        proposals: settings that fit, the fastest first.
-        num_tried: number of settings whose memory was compared with the budget.
         budget: bytes of a GPU that a run may use.
+        base: settings of all runs, some of which each run replaces.
+        proposals: settings that fit, the fastest first.
+        num_settings: number of settings that training accepts.
+        num_tried: number of settings whose memory was compared with the budget.
     """
 
     def __init__(self, config: PlanConfig) -> None:
@@ -190,17 +200,18 @@ class Fit:
         self.budget = config.fit * Constants().usable_memory
         self.hardware = read_hardware(config.hardware)
         model = config.model or exported_model(config.cached_dataset[0])
-        # The runs that are compared replace some of these settings.
         self.base = part_of(TrainConfig, config, model=model)
         self.inputs = open_to_train(self.base)
         self.max_length = self.inputs.options.max_length
-        _, self.files, self.reader = self.inputs.for_training
+        self.files = self.inputs.for_training.files
+        self.reader = self.inputs.for_training.reader
         self.proposals: list[Proposal] = []
-        self.num_settings = self.num_tried = 0
+        self.num_settings = 0
+        self.num_tried = 0
         self._model_config = model_config(self.files.directory)
         refuse_unsupported(self._model_config)
         self._media = media_of_caches(self.reader.index, self.files.config)
-        # Many runs have the same packs, plan, sequence parallelism, model or traced passes, which are made once.
+        # Caches, because many runs have the same packs, plan, sequence parallelism, model or traced passes.
         self._first_plans: dict[tuple[int, bool], tuple[Inputs, EpochPlan]] = {}
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
@@ -224,35 +235,39 @@ class Fit:
     def with_planned_layers(self, proposal: Proposal) -> list[Proposal]:
         """Plan the layers that recompute with ``auto``; return the settings with their time and memory.
 
-        If layers cannot be planned, or do not suffice without those of the towers, all layers recompute. Return nothing
-        if the same settings without recomputation are proposed already.
+        Return nothing if the same settings without recomputation are proposed already.
         """
         run = proposal.run
-        without = dataclasses.replace(run, gradient_checkpointing=False, memory_budget=None)
-        if any(each.run == without for each in self.proposals):
+        without_recomputation = dataclasses.replace(run, gradient_checkpointing=False, memory_budget=None)
+        if any(other.run == without_recomputation for other in self.proposals):
             return []
+        layer_plan = self._plan_layers(proposal)
+        tokens = self._tokens_per_micro_batch(run)
+        if layer_plan is None or layer_plan.exceeds(**tokens).any():
+            everything_recomputes = dataclasses.replace(run, gradient_checkpointing=True, memory_budget=None)
+            return [self.estimate_time(everything_recomputes)]
+        figures = layer_plan.figures(**tokens)
+        memory = self._estimate(proposal, no_bytes)
+        memory = dataclasses.replace(memory, activations=figures["peak_gib"] - memory.fixed)
+        timed = self.estimate_time(run, layer_plan)
+        return [dataclasses.replace(timed, recomputation=figures, memory=memory)]
+
+    def _tokens_per_micro_batch(self, run: TrainConfig) -> dict[str, Any]:
+        """Return the tokens of each of the C micro-batches of an epoch: an array (C,) by kind of token."""
         assert run.packing_length is not None, "every proposal has one"
         planned = self._plan(run.packing_length, run.sequence_parallel_ranks)
-        tokens = tokens_per_micro_batch(planned.plan, planned.inputs)
-        layers = self._plan_layers(proposal)
-        if layers is None or layers.exceeds(**tokens).any():
-            return [self.estimate_time(dataclasses.replace(run, gradient_checkpointing=True, memory_budget=None))]
-        figures = layers.figures(tokens)
-        memory = self._estimate(proposal, lambda *_: 0)
-        fixed_gib = memory.total - (memory.activations or 0.0)
-        memory = dataclasses.replace(memory, activations=figures["peak_gib"] - fixed_gib)
-        return [dataclasses.replace(self.estimate_time(run, layers), recomputation=figures, memory=memory)]
+        return tokens_per_micro_batch(planned.plan, planned.inputs)
 
     def _plan_layers(self, proposal: Proposal) -> LayerPlan | None:
-        """Plan the layers that recompute; None if they cannot be planned, or known passes exceed the budget."""
+        """Plan the layers that recompute; None if they cannot be planned, or would certainly exceed the budget."""
         run = proposal.run
-        in_towers = bool(run.vit_gradient_checkpointing)
-        all_layers = dataclasses.replace(run, gradient_checkpointing=True, vit_gradient_checkpointing=in_towers)
-        if self.min_bytes(dataclasses.replace(proposal, run=all_layers)) >= self.budget:
+        all_layers_recompute = with_all_layers(run, recompute=True)
+        if self.min_bytes(dataclasses.replace(proposal, run=all_layers_recompute)) >= self.budget:
             return None
         try:
             return plan_layers(
-                [(run, proposal.axes)],
+                run,
+                proposal.axes,
                 proposal.micro_batches,
                 self._model_config,
                 dtype=resolve_dtype(self._model_config, run, on_gpu=True),
@@ -295,19 +310,22 @@ class Fit:
                 shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
         return shardings
 
-    def estimate_time(self, run: TrainConfig, layers: LayerPlan | None = None) -> Proposal:
-        """Return a run with its estimated time and its peak-memory micro-batches, without an estimate of its memory.
+    def estimate_time(self, run: TrainConfig, layer_plan: LayerPlan | None = None) -> Proposal:
+        """Return a run with its estimated time; its memory is not estimated.
 
-        With ``--gradient-checkpointing auto``, ``layers`` tells how many recompute; without it none does.
+        With ``--gradient-checkpointing auto``, no layer recomputes unless ``layer_plan`` is given.
         """
         num_sharing_ranks = run.sequence_parallel_ranks
         assert run.packing_length is not None
         plan, inputs, media_shares = self._plan(run.packing_length, num_sharing_ranks)
-        recomputed: Any = None
-        if run.plans_recomputation:
-            recomputed = 0.0 if layers is None else layers.shares(**tokens_per_micro_batch(plan, inputs))
+        recomputed_share: Any = None  # of the layers, by micro-batch
+        if layer_plan is not None:
+            recomputed_share = layer_plan.shares(**self._tokens_per_micro_batch(run))
+        elif run.plans_recomputation:
+            recomputed_share = 0.0
         time = self._expected_time(run)
-        seconds = float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared, recomputed).sum())
+        seconds = float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared, recomputed_share).sum())
+        gathering_seconds = float(time.gathering_seconds(run, plan).sum())  # of all ranks
         tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))
         return Proposal(
             run=run,
@@ -318,24 +336,23 @@ class Fit:
             tokens=tokens,
             seconds=seconds,
             token_share_saved=1 - plan.packs.num_tokens / tokens,
-            gathering_share=float(time.gathering_seconds(run, plan).sum()) / (seconds * plan.steps.world_size),
+            gathering_share=gathering_seconds / (seconds * plan.steps.world_size),
         )
 
     def _expected_time(self, run: TrainConfig) -> ExpectedTime:
         """Return the estimator of step times, with the bytes of weights and gradients that a run exchanges."""
-        model = self._model(run.deepspeed is not None)
+        model = self._model(has_deepspeed=run.deepspeed is not None)
         parameters = parameter_sizes(model)
         trained = [parameter for parameter in parameters if parameter.is_trained]
         num_weights = sum(parameter.num_elements for parameter in parameters)
         num_trained = sum(parameter.num_elements for parameter in trained)
         dtype = resolve_dtype(self._model_config, run, on_gpu=True)
         quantized = quantized_layers(model, self._model_config.model_type, run)
-        # Precision of exchanged gradients: FSDP float32, DeepSpeed that of the computation, DDP that of the weights.
         if run.fsdp:
             gradient_bytes = num_trained * torch.float32.itemsize
-        elif run.deepspeed:
+        elif run.deepspeed:  # exchanges gradients in the precision of the computation
             gradient_bytes = num_trained * dtype.itemsize
-        else:
+        else:  # DDP: in the precision of the weights
             gradient_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
         return ExpectedTime(
             model=self.files.config,
@@ -376,7 +393,7 @@ class Fit:
         run = proposal.run
         return estimate_memory(
             run,
-            self._model(run.deepspeed is not None),
+            self._model(has_deepspeed=run.deepspeed is not None),
             self._model_config,
             dtype=resolve_dtype(self._model_config, run, on_gpu=True),
             world_size=self.config.world_size,
@@ -386,12 +403,10 @@ class Fit:
         )
 
     def _make_plan(self, packing_length: int, size: int) -> _Planned:
-        """Plan the first epoch as training does, and assign its media to the ``size`` ranks that share a pack.
-
-        Packs do not depend on the number of ranks, so they are made once per packing length, and once more with
-        sequence parallelism, where models with sliding windows share no prefixes.
-        """
+        """Plan the first epoch as training does, and assign its media to the ``size`` ranks that share a pack."""
         shape = BatchShape.of(self.base, self.config.world_size // size)
+        # Packs are the same for all sizes above 1. For 1 they may differ: with sequence parallelism, models with
+        # sliding windows share no prefixes.
         key = packing_length, size > 1
         if key in self._first_plans:
             inputs, first_plan = self._first_plans[key]
@@ -405,8 +420,8 @@ class Fit:
         media = media_added(self._media, inputs, plan)
         return _Planned(plan, inputs, assign_media(media, self.files.config, plan, size))
 
-    def _make_model(self, has_deepspeed: bool) -> nn.Module:
-        """Return the model without weights, in the precisions of a run; DeepSpeed keeps float32 copies of its own."""
+    def _make_model(self, *, has_deepspeed: bool) -> nn.Module:
+        """Return the model without weights, in the precisions of a run, which depend on DeepSpeed."""
         run = dataclasses.replace(self.base, deepspeed="zero2" if has_deepspeed else None)
         return model_without_weights(run, self._model_config, resolve_dtype(self._model_config, run, on_gpu=True))
 

@@ -128,23 +128,20 @@ def load_model(
         quantization: number of bits of the language model's linear layers; None keeps ``dtype``.
         computation_dtype: precision in which FSDP or DeepSpeed computes; by default ``dtype``.
         experts: division of a mixture's experts among processes; None if each process has all experts.
-
-    Raises:
-        UnsupportedModelError: before any weight is read, if the model cannot be packed.
-        MismatchError: if the checkpoint cannot be read, or lacks weights, which would be random.
     """
     if packing:
         refuse_unsupported(config)
     settings: dict[str, Any] = {"dtype": dtype, "quantization_config": None}
-    bits_config = None
+    quantized = None
     if quantization is not None:
-        bits_config = quantization_config(quantization, config, dtype, computation_dtype)
+        quantized = quantization_config(quantization, config, dtype, computation_dtype)
     is_quantized_already = bool(getattr(config, "quantization_config", None))
-    if bits_config is not None and is_quantized_already:  # then transformers takes the settings from ``config``
+    if quantized is not None and is_quantized_already:
+        # transformers takes the quantization of such checkpoints from ``config``.
         config = copy.deepcopy(config)
-        config.quantization_config = bits_config.to_dict()
+        config.quantization_config = quantized.to_dict()
     else:
-        settings["quantization_config"] = bits_config
+        settings["quantization_config"] = quantized
     if experts is not None:
         settings["distributed_config"] = experts
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
@@ -152,7 +149,7 @@ def load_model(
     if experts is not None:
         # Remove it, so that saved configs do not contain the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
-    if bits_config is not None:
+    if quantized is not None:
         disable_avx512_layout(loaded)
     _drop_unused_conversions(loaded)
     route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
@@ -242,31 +239,38 @@ def build_model(
     """Load the model that a run trains, make it trainable, and compile its layers if requested.
 
     Returns:
-        the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and the tensors of the
-        base model that transformers does not load, as the path of the file by the name of the tensor.
+        the model, bare or inside an adapter; the precision of its weights in checkpoints; and the file of each tensor
+        of the base model that transformers does not load, by the tensor's name.
     """
     config = run.config
     # Every rank, and every run with this seed, initializes adapters with the same random weights.
     set_seed(config.seed)
-    resumed_weights = run.resume_point.weights  # checkpoint of which only the weights are loaded, or None
-    trains_adapter = config.train_type != "full"
-    source = None if config.train_from_scratch and resumed_weights is None else absolute_model(config.model)
-    if resumed_weights is not None and not trains_adapter:  # an adapter is loaded onto the base model
-        source = resumed_weights
-    model = _load_for_training(source, run, spec, dtype, parallel)
-    saved = SavedPrecision.of(spec.config, model)
-    keeps_unloaded = not trains_adapter and source is not None
-    unloaded = unloaded_tensors(model, run.source.files.directory) if keeps_unloaded else {}
+    checkpoint = _initial_checkpoint(run)
+    model = _load_for_training(checkpoint, run, spec, dtype, parallel)
+    saved_precision = SavedPrecision.of(spec.config, model)
+    unloaded = {}
+    if config.train_type == "full" and checkpoint is not None:
+        unloaded = unloaded_tensors(model, run.source.files.directory)
     trained = make_trainable(model, config)
-    if resumed_weights is not None:
-        _load_resumed_weights(trained, resumed_weights, progress)
-    lines = [precision_line(trained, dtype, config, saved.dtype), *unloaded_lines(unloaded, config.model)]
+    if run.resume_point.weights is not None:
+        _load_resumed_weights(trained, run.resume_point.weights, progress)
+    lines = [precision_line(trained, dtype, config, saved_precision.dtype), *unloaded_lines(unloaded, config.model)]
     lines += [*adapter_lines(trained, config), *quantization_lines(trained, spec.config.model_type, config)]
     for line in lines:
         progress.note(line)
     if config.torch_compile:
         compile_layers(trained, config.torch_compile_backend)
-    return trained, saved, unloaded
+    return trained, saved_precision, unloaded
+
+
+def _initial_checkpoint(run: Run) -> str | None:
+    """Return the directory or hub name of the weights to start from; None for random weights."""
+    resumed = run.resume_point.weights  # checkpoint of which only the weights are loaded, or None
+    if resumed is not None and run.config.train_type == "full":
+        return resumed
+    if resumed is None and run.config.train_from_scratch:
+        return None
+    return absolute_model(run.config.model)
 
 
 def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str, progress: Progress) -> None:
@@ -279,9 +283,9 @@ def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str, p
 
 
 def _load_for_training(
-    source: str | None, run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
+    checkpoint: str | None, run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
 ) -> PreTrainedModel:
-    """Load a model with precision, attention, quantization and experts of a run; without a source, random weights."""
+    """Load a model for a run that computes in ``dtype``, from a checkpoint or, without one, with random weights."""
     config = run.config
     weight_dtype = loaded_dtype(dtype, spec.config, config)
     experts = None
@@ -289,7 +293,7 @@ def _load_for_training(
         meta_model = model_without_weights(config, spec.config, weight_dtype)
         experts = expert_sharding(meta_model, config, run.world, dtype)
     return load_model(
-        source,
+        checkpoint,
         spec.config,
         dtype=weight_dtype,
         packing=config.removes_padding,

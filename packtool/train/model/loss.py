@@ -117,7 +117,7 @@ class LossFunction:
     def __call__(
         self, model: nn.Module, batch: Batch, entropy_top_k: int = 0, reference: ReferenceModel | None = None
     ) -> TargetLosses:
-        """Run the model, which may be wrapped by now, on a micro-batch, and return its target losses.
+        """Run the model, which may be wrapped, on a micro-batch, and return the losses of its targets.
 
         With ``entropy_top_k``, also return the entropies of that many most likely tokens; with a reference model, which
         ``HeadLoss`` alone supports, the divergences from its predictions.
@@ -155,12 +155,7 @@ class HeadLoss:
         self._previous_forward = vars(head).get("forward")
         self._head_forward = head.forward
         self._chunk_logits = chunk_logits or CHUNK_LOGITS
-        self._targets: tuple[Tensor, Tensor] | None = None
-        self._correct: Tensor | None = None
-        self._entropy_top_k = 0
-        self._entropies: Tensor | None = None
-        self._reference_logits: Callable[[Tensor], Tensor] | None = None
-        self._reference_hidden: Tensor | None = None
+        self._head_pass: _HeadPass | None = None  # inside ``losses``
         head.forward = self._losses_or_logits
 
     def remove(self) -> None:
@@ -181,129 +176,117 @@ class HeadLoss:
     def losses(
         self, model: nn.Module, batch: Batch, entropy_top_k: int = 0, reference: ReferenceModel | None = None
     ) -> TargetLosses:
-        """Run the model, which may be wrapped by now, on a micro-batch, and return the target losses.
+        """Run the model, which may be wrapped, on a micro-batch, and return the losses of its targets.
 
-        The model must return the output of its head as logits; arguments are those of ``LossFunction``.
+        Arguments are those of ``LossFunction``. Raise if the model does not return the output of its head as logits.
         """
-        self._entropy_top_k = entropy_top_k
-        self._reference_logits = None
-        if reference is not None:
-            self._reference_logits = reference.logits
-            self._reference_hidden = reference.target_hidden(batch)
-        returned, correct = self._run(model, batch)  # (1, N, columns), and (N,)
+        head_pass = _HeadPass(self._head_forward, batch, self._chunk_size, entropy_top_k, reference)
+        self._head_pass = head_pass
+        try:
+            returned: Tensor = model(**batch.model_inputs()).logits  # (1, N, columns)
+        finally:
+            self._head_pass = None
+        correct = head_pass.correct
         num_columns = 1 if reference is None else 2  # losses, and divergences from the reference model
         if correct is None or returned.shape[0] != 1 or returned.shape[2] != num_columns:
             raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
+        positions = batch.target_positions
+        weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
         # FSDP waits for gradients of the tensor that a module returns, so the losses are computed from this tensor.
         losses = returned[0, :, 0]
+        if not len(positions):
+            empty = losses[:0].detach()
+            return TargetLosses(losses[:0], correct, positions, weights, returned.sum(), empty, empty)
         divergences = None if reference is None else returned[0, :, 1]
-        entropies = self._entropies
         zero = losses.new_zeros(())
-        positions = batch.target_positions
-        if not len(positions):  # then the head has returned one loss of 0, see ``_zero_losses``
-            zero = returned.sum()
-            losses = losses[:0]
-            divergences = entropies = losses.detach()
-        weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
-        return TargetLosses(losses, correct, positions, weights, zero, entropies=entropies, divergences=divergences)
+        return TargetLosses(losses, correct, positions, weights, zero, head_pass.entropies, divergences)
 
-    def _run(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Run the model on a micro-batch; return what it returns as logits, and ``correct`` of ``TargetLosses``.
-
-        The head computes losses of the targets, unless the model does not call it: then ``correct`` is None.
-        """
-        positions = batch.target_positions
-        self._entropies = self._correct = None
-        self._targets = (positions, batch.labels.flatten()[positions])
-        try:
-            returned: Tensor = model(**batch.model_inputs()).logits
-        finally:
-            self._targets = None
-        correct, self._correct = self._correct, None
-        return returned, correct
+    @property
+    def _chunk_size(self) -> int:
+        """Number of targets whose logits are computed at a time."""
+        vocabulary_size = int(getattr(self._head, "out_features", 0)) or int(self._head.weight.shape[0])
+        return max(self._chunk_logits // vocabulary_size, 1)
 
     def _losses_or_logits(self, hidden: Tensor) -> Tensor:
-        """Replace the head's forward, which takes hidden states (B, T, D).
-
-        Inside ``losses``, return losses of the N targets, (1, N, 1); with a reference model, losses and divergences,
-        (1, N, 2); and set ``_correct`` and ``_entropies``. Outside of it, return logits as the head does.
-        """
-        if self._targets is None:
-            return self._head_forward(hidden)
-        positions, labels = self._targets  # (N,) each
-        hidden = hidden.flatten(0, 1)  # (B * T, D)
-        if not len(positions):
-            self._correct = labels.new_zeros(0, dtype=torch.bool)
-            return self._zero_losses(hidden)
-        chunks = self._chunks(hidden.index_select(0, positions), labels)
-        results = _ChunkResults(self._head_forward, self._reference_logits, self._entropy_top_k)
-        # The backward pass recomputes the logits of each of several chunks; with one chunk this would save no memory.
-        recomputes = len(chunks) > 1 and torch.is_grad_enabled()
-        compute: Any = partial(checkpoint, results.losses, use_reentrant=False) if recomputes else results.losses
-        losses = [compute(number, *chunk) for number, chunk in enumerate(chunks)]
-        self._correct = torch.cat([results.correct[number] for number in range(len(chunks))])
-        if self._entropy_top_k:
-            self._entropies = torch.cat([results.entropies[number] for number in range(len(chunks))])
-        # For FSDP a new tensor, not a view.
-        return torch.cat(losses).unsqueeze(0).clone()
-
-    def _zero_losses(self, hidden: Tensor) -> Tensor:
-        """Return losses of a micro-batch without targets, (1, 1, 1), or (1, 1, 2) with a reference model.
-
-        They are zero times a logit, because every parameter must take part in the backward pass, or other ranks would
-        wait.
-        """
-        zero = self._head_forward(hidden[:1]).float().sum(-1) * 0.0
-        return zero[None, :, None].repeat(1, 1, 1 if self._reference_logits is None else 2)
-
-    def _chunks(self, hidden: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Divide hidden states (N, D) and labels (N,) of targets, and the reference model's hidden states, into chunks.
-
-        A chunk has the targets whose logits are computed at a time.
-        """
-        head: Any = getattr(self._head_forward, "__self__", None)
-        vocabulary_size = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
-        chunk_size = max(self._chunk_logits // vocabulary_size, 1)
-        hidden_chunks = torch.split(hidden, chunk_size)
-        reference_chunks: Any = [None] * len(hidden_chunks)
-        if self._reference_hidden is not None and self._reference_logits is not None:
-            reference_chunks = torch.split(self._reference_hidden, chunk_size)
-        return list(zip(hidden_chunks, torch.split(labels, chunk_size), reference_chunks, strict=True))
+        """Replace the head's forward: inside ``losses``, return losses, otherwise logits as the head does."""
+        return self._head_forward(hidden) if self._head_pass is None else self._head_pass.losses(hidden)
 
 
-class _ChunkResults:
-    """Losses of chunks of targets, computed by the forward of a head.
+class _HeadPass:
+    """Computation of the losses of a micro-batch's N targets in a forward pass of the head.
 
     Attributes:
-        correct: by number of the chunk, whether the most likely token is the label, bool (targets of the chunk,).
-        entropies: by number of the chunk, entropies of the ``entropy_top_k`` most likely tokens; empty with 0.
+        correct: bool (N,), whether the most likely token is the label; None before the pass.
+        entropies: float32 (N,), of the ``entropy_top_k`` most likely tokens; None before the pass, and with 0.
     """
 
     def __init__(
         self,
         head_forward: Callable[[Tensor], Tensor],
-        reference_logits: Callable[[Tensor], Tensor] | None,
+        batch: Batch,
+        chunk_size: int,
         entropy_top_k: int,
+        reference: ReferenceModel | None,
     ) -> None:
-        self.correct: dict[int, Tensor] = {}
-        self.entropies: dict[int, Tensor] = {}
+        self.correct: Tensor | None = None
+        self.entropies: Tensor | None = None
         self._head_forward = head_forward
-        self._reference_logits = reference_logits
+        self._chunk_size = chunk_size
         self._entropy_top_k = entropy_top_k
+        self._positions = batch.target_positions
+        self._labels = batch.labels.flatten()[self._positions]
+        self._reference = reference
+        self._reference_hidden = None if reference is None else reference.target_hidden(batch)
+        self._correct_by_chunk: dict[int, Tensor] = {}
+        self._entropies_by_chunk: dict[int, Tensor] = {}
 
-    def losses(self, number: int, hidden: Tensor, labels: Tensor, reference_hidden: Tensor | None) -> Tensor:
-        """Return the losses of a chunk of C targets, (C, 1); with a reference model, losses and divergences, (C, 2).
+    def losses(self, hidden: Tensor) -> Tensor:
+        """Return the losses of the targets, (1, N, 1), from hidden states (B, T, D), and set ``correct``.
 
-        ``number`` is that of the chunk, and ``hidden`` has the hidden states before the head, (C, D).
+        With a reference model, return losses and divergences, (1, N, 2). Without targets, return one loss of 0.
         """
+        hidden = hidden.flatten(0, 1)  # (B * T, D)
+        if not len(self._positions):
+            self.correct = self._labels.new_zeros(0, dtype=torch.bool)
+            return self._zero_loss(hidden)
+        chunks = self._chunks(hidden.index_select(0, self._positions))
+        compute: Any = self._chunk_losses
+        if len(chunks) > 1 and torch.is_grad_enabled():
+            # The backward pass recomputes the logits of each chunk. For a single chunk this would save no memory.
+            compute = partial(checkpoint, self._chunk_losses, use_reentrant=False)
+        losses = [compute(number, *chunk) for number, chunk in enumerate(chunks)]
+        self.correct = torch.cat(list(self._correct_by_chunk.values()))
+        if self._entropy_top_k:
+            self.entropies = torch.cat(list(self._entropies_by_chunk.values()))
+        # For FSDP a new tensor, not a view.
+        return torch.cat(losses).unsqueeze(0).clone()
+
+    def _zero_loss(self, hidden: Tensor) -> Tensor:
+        """Return a loss of 0, (1, 1, 1), or (1, 1, 2) with a reference model, for a micro-batch without targets.
+
+        It depends on a logit, because every parameter must take part in the backward pass, or other ranks would wait.
+        """
+        zero = self._head_forward(hidden[:1]).float().sum(-1) * 0.0
+        return zero[None, :, None].repeat(1, 1, 1 if self._reference is None else 2)
+
+    def _chunks(self, hidden: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Return chunks of the targets: hidden states, labels, and hidden states of the reference model or None."""
+        hidden_chunks = torch.split(hidden, self._chunk_size)
+        reference_chunks: Any = [None] * len(hidden_chunks)
+        if self._reference_hidden is not None:
+            reference_chunks = torch.split(self._reference_hidden, self._chunk_size)
+        return list(zip(hidden_chunks, torch.split(self._labels, self._chunk_size), reference_chunks, strict=True))
+
+    def _chunk_losses(self, number: int, hidden: Tensor, labels: Tensor, reference_hidden: Tensor | None) -> Tensor:
+        """Return the losses of chunk ``number`` with C targets, (C, 1), or losses and divergences, (C, 2)."""
         logits = self._head_forward(hidden).float()
-        if number not in self.correct:  # in the forward pass, not when the backward pass recomputes the logits
-            self.correct[number] = logits.detach().argmax(-1) == labels
+        if number not in self._correct_by_chunk:  # not when the backward pass recomputes the logits
+            self._correct_by_chunk[number] = logits.detach().argmax(-1) == labels
             if self._entropy_top_k:
-                self.entropies[number] = top_k_entropy(logits.detach(), self._entropy_top_k)
+                self._entropies_by_chunk[number] = top_k_entropy(logits.detach(), self._entropy_top_k)
         losses = [F.cross_entropy(logits, labels, reduction="none")]
-        if self._reference_logits is not None and reference_hidden is not None:
-            losses.append(divergence(self._reference_logits(reference_hidden), logits))
+        if self._reference is not None and reference_hidden is not None:
+            losses.append(divergence(self._reference.logits(reference_hidden), logits))
         return torch.stack(losses, dim=-1)
 
 
@@ -403,24 +386,25 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     """
     inputs = batch.model_inputs()
     labels = batch.labels
-    positions = batch.target_positions
     if label_logits_only:
-        kept = label_positions(batch)
-        inputs["logits_to_keep"] = kept
-        labels = labels[:, kept]
-    logits = model(**inputs).logits.flatten(0, 1)  # (computed positions, vocabulary)
+        inputs["logits_to_keep"] = label_positions(batch)
+        labels = labels[:, inputs["logits_to_keep"]]
     labels = labels.flatten()
+    logits = model(**inputs).logits.flatten(0, 1)  # (P, vocabulary), one row for each of the P labels
+    positions = batch.target_positions
     weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
     if not len(positions):
         no_losses = logits.new_zeros(0, dtype=torch.float32)
         no_correct = labels.new_zeros(0, dtype=torch.bool)
-        zero = logits.float().sum() * 0.0  # depends on the whole model
+        zero = logits.float().sum() * 0.0
         return TargetLosses(no_losses, no_correct, positions, weights, zero, entropies=no_losses)
-    losses, correct = _label_losses(logits, labels)  # of all computed positions
+    losses, correct = _label_losses(logits, labels)
     is_target = labels != IGNORE_INDEX
-    if len(losses) > len(positions):  # a mask waits for the device, so use it only if necessary
+    if len(losses) > len(positions):  # indexing by a mask waits for the device
         losses, correct = losses[is_target], correct[is_target]
-    entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k) if entropy_top_k else None
+    entropies = None
+    if entropy_top_k:
+        entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k)
     return TargetLosses(losses, correct, positions, weights, zero=losses.new_zeros(()), entropies=entropies)
 
 
@@ -461,9 +445,6 @@ class RouterBalance:
 
         loss of the step = mean over target tokens  +  coefficient * sum over micro-batches of tokens / step's * balance
 
-    transformers may count padding, weights all micro-batches equally, and multiplies means over all layers, so that the
-    experts of one layer can hide the imbalance of another.
-
     As in Megatron-LM, the loss is computed at the router, and its gradient is added to that of the router's own output.
     Nothing leaves a layer, so layers may be recomputed, sharded (FSDP) and wrapped (DDP).
 
@@ -474,16 +455,16 @@ class RouterBalance:
         self._coefficient = coefficient
         self._tokens: Tensor | None = None  # of the micro-batch inside ``added_to_gradients``
         self._world_size = 1
-        self._layer_weight = torch.zeros(())  # share of the step's tokens in the micro-batch, divided by the layers
+        self._layer_weight = torch.zeros(())  # of a layer's loss, in the micro-batch
         self._balances: list[Tensor] = []
         logits_indices = _logits_index_by_router_class(model)
         self._num_layers = 0
         for module in model.modules():
-            # A router's class may be a base class here, because FSDP changes the class of a module to a subclass.
-            for router_class in logits_indices.keys() & set(type(module).__mro__):
-                self._num_layers += 1
-                # Deep copies of the model get their own copies of this method's object, but would share a closure.
-                module.register_forward_hook(partial(self._after_router, logits_indices[router_class]))
+            for router_class, logits_index in logits_indices.items():
+                if isinstance(module, router_class):
+                    self._num_layers += 1
+                    # Not a closure, which deep copies of the model would share.
+                    module.register_forward_hook(partial(self._after_router, logits_index))
         if not self._num_layers:
             raise ConfigError(
                 f"--router-aux-loss-coef {coefficient:g}: {type(base_model(model)).__name__} has no routers of experts",
@@ -497,7 +478,8 @@ class RouterBalance:
         ``step_tokens`` are those of all samples of the step, on all ranks.
         """
         self._tokens = batch.is_token.flatten()
-        self._layer_weight, self._world_size = self._tokens.sum() / max(step_tokens, 1) / self._num_layers, world_size
+        self._layer_weight = self._tokens.sum() / max(step_tokens, 1) / self._num_layers
+        self._world_size = world_size
         try:
             yield
         finally:

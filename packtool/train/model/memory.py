@@ -83,6 +83,11 @@ class MemoryEstimate:
     num_trainable: int
 
     @property
+    def fixed(self) -> float:
+        """GiB of a rank besides activations."""
+        return self.total - (self.activations or 0.0)
+
+    @property
     def total(self) -> float:
         """GiB of a rank in total; excludes activations if these are unknown."""
         return self.weights + self.gradients + self.optimizer + (self.activations or 0.0) + self.gathered + self.buckets
@@ -119,10 +124,8 @@ def estimate_memory(
 
     Args:
         model: made trainable, on any device; only the sizes of its weights matter.
-        model_config: of the model; a copy of the model is traced.
         dtype: precision of the computation.
         micro_batches: those that may need most memory; by default the longest one, text only.
-        trace: returns the bytes of a pass; by default ``traced_pass_bytes``.
     """
     parameters = parameter_sizes(model)
     trained = [parameter for parameter in parameters if parameter.is_trained]
@@ -205,31 +208,25 @@ def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]) -> float:
-    """Return the unsharded bytes that FSDP or ZeRO-3 holds at its peak.
-
-    These are the weights outside of layers, the weights and gradients of the largest layer, and the weights of the next
-    layer, which is prefetched and counts as the largest one. With ``shard_grad_op``, the weights of all layers stay
-    unsharded from the forward pass to the backward pass. ``quantized`` are the quantized layers.
-    """
+    """Return the unsharded bytes that FSDP or ZeRO-3 holds at its peak; ``quantized`` are the quantized layers."""
     bytes_by_id = _gathered_bytes_by_id(model, dtype, config, quantized)
 
     def gathered_bytes(parameters: Iterable[nn.Parameter]) -> float:
         return sum((bytes_by_id[id(parameter)] for parameter in parameters), 0.0)
 
-    def layer_bytes(layer: nn.Module) -> tuple[float, float]:
-        """Bytes of the weights of a layer, and of its gradients."""
-        trained = (parameter for parameter in layer.parameters() if parameter.requires_grad)
-        return gathered_bytes(layer.parameters()), gathered_bytes(trained)
-
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     bytes_outside = gathered_bytes(parameter for parameter in model.parameters() if id(parameter) not in ids_in_layers)
-    max_weight_bytes, gradient_bytes = max(map(layer_bytes, layers), default=(0.0, 0.0))
-    weight_bytes = 2 * max_weight_bytes
-    if "shard_grad_op" in config.fsdp:
-        weight_bytes = sum(gathered_bytes(layer.parameters()) for layer in layers)
-    return bytes_outside + weight_bytes + gradient_bytes
+    weight_bytes, gradient_bytes = [0.0], [0.0]  # of each layer, after a first one without weights
+    for layer in layers:
+        weight_bytes.append(gathered_bytes(layer.parameters()))
+        gradient_bytes.append(gathered_bytes(weight for weight in layer.parameters() if weight.requires_grad))
+    max_weight_bytes, max_gradient_bytes = max(zip(weight_bytes, gradient_bytes, strict=True))
+    if "shard_grad_op" in config.fsdp:  # keeps all weights from the forward pass to the backward pass
+        return bytes_outside + sum(weight_bytes) + max_gradient_bytes
+    # The weights of the next layer, which count as the largest ones, are prefetched.
+    return bytes_outside + 2 * max_weight_bytes + max_gradient_bytes
 
 
 def _gathered_bytes_by_id(
@@ -345,11 +342,7 @@ class CachedTracer:
 
 
 class PlannedRun(NamedTuple):
-    """A run that trains an epoch of a plan on GPUs, without weights.
-
-    Args:
-        micro_batches: those of a rank that may need most memory.
-    """
+    """A run that trains an epoch of a plan; ``micro_batches`` are those of a rank that may need most memory."""
 
     config: TrainConfig
     axes: Axes
@@ -361,35 +354,32 @@ class PlannedRun(NamedTuple):
 
 def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
     """Return the runs of a plan, one for each packing length and sequence parallel size of its stages."""
-    plans = {}  # of the first epoch with each packing length and sequence parallel size
+    plans = {}  # of an epoch, by packing length and sequence parallel size
     for stage in preview.timeline.stages:
         first_span = next(stage.spans())
         plans[stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size] = first_span.plan
     files = preview.inputs.files
     assert config.model is not None, "checked by the caller"
-    assert files is not None, "--model names them"
+    assert files is not None, "there is a model"
     try:
         model = model_config(files.directory)
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
     runs = []
     for (packing_length, sequence_parallel_size), plan in plans.items():
-        run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
-        run = with_recomputing(run, knows_memory=config.hardware is not None)
-        run = with_shares(run, sequence_parallel_size)
-        world = World(size=config.world_size, sequence_parallel_size=run.sequence_parallel_ranks)
-        axes = axes_of(run, world, files, preview.inputs.lengths, trained=True)
-        dtype = resolve_dtype(model, run, on_gpu=True)
-        micro_batches = peak_memory_batches(run, plan, preview.inputs)
-        runs.append(PlannedRun(run, axes, model, dtype, plan, micro_batches))
+        run_config = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
+        run_config = with_recomputing(run_config, knows_memory=config.hardware is not None)
+        run_config = with_shares(run_config, sequence_parallel_size)
+        world = World(size=config.world_size, sequence_parallel_size=sequence_parallel_size)
+        axes = axes_of(run_config, world, files, preview.inputs.lengths, trained=True)
+        dtype = resolve_dtype(model, run_config, on_gpu=True)
+        micro_batches = peak_memory_batches(run_config, plan, preview.inputs)
+        runs.append(PlannedRun(run_config, axes, model, dtype, plan, micro_batches))
     return runs
 
 
 def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run`` does; takes seconds.
-
-    With stages, return the largest estimate over their packing lengths and sequence parallel sizes.
-    """
+    """Estimate the memory of a rank that trains a plan on GPUs, the maximum over its stages; takes seconds."""
     estimates = [
         estimate_memory(
             run.config,
@@ -406,7 +396,7 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
-    """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens whose traced pass fits into a rank's memory.
+    """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens that fits into a rank's memory.
 
     Raise a ConfigError if not even 128 tokens fit, or if a vision tower is trained, whose memory depends on images.
     """
@@ -419,22 +409,21 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
             "Give a number of tokens, as in --bucket-size 8192.",
         )
     dtype = resolve_dtype(model, config, on_gpu=has_gpu(config))
+    longest_sample = np.array([config.max_length or _ASSUMED_LENGTH])
+    axes = axes_of(config, world, ModelFiles.load(config.model), longest_sample, trained=True)
     usable_bytes = _usable_bytes(config)
-    # The longest sample decides how ranks share sequences.
-    lengths = np.array([config.max_length or _ASSUMED_LENGTH])
-    axes = axes_of(config, world, ModelFiles.load(config.model), lengths, trained=True)
     fixed_bytes, few_tokens_bytes = _few_tokens_memory(config, model, dtype, world, axes)
-    pass_budget = usable_bytes - fixed_bytes  # bytes for the activations of a pass
-    pass_bytes = partial(_text_pass_bytes, config, model, dtype, axes=axes)
-    if pass_bytes(_BUCKET_MULTIPLE) > pass_budget:
+    activation_budget = usable_bytes - fixed_bytes
+    trace_tokens = partial(_text_pass_bytes, config, model, dtype, axes=axes)
+    if trace_tokens(_BUCKET_MULTIPLE) > activation_budget:  # even the smallest bucket is too large
         raise ConfigError(
             f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
             f"{usable_bytes / _GIB:.1f} GiB",
             "Shard them with --fsdp full_shard, train adapters with --train-type lora, or give a number of tokens.",
         )
     token_bytes = bytes_per_token(config, model, dtype, axes)
-    num_more_tokens = (pass_budget - few_tokens_bytes) / token_bytes  # that fit besides the few tokens
-    num_tokens = _reduce_to_budget(int(_FEW_TOKENS + num_more_tokens), pass_budget, token_bytes, pass_bytes)
+    estimated_tokens = int(_FEW_TOKENS + (activation_budget - few_tokens_bytes) / token_bytes)
+    num_tokens = _reduce_to_budget(estimated_tokens, activation_budget, token_bytes, trace_tokens)
     progress.note(
         f"bucket size: {num_tokens:,} tokens per process; weights, gradients and optimizer need "
         f"{fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} GiB, and each token {token_bytes / 1024:,.1f} KiB"
@@ -449,8 +438,7 @@ def _few_tokens_memory(
     few_tokens = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
     empty_model = model_without_weights(config, model, dtype)
     estimate = estimate_memory(few_tokens, empty_model, model, dtype=dtype, world_size=world.size, axes=axes)
-    activations = estimate.activations or 0.0
-    return (estimate.total - activations) * _GIB, activations * _GIB
+    return estimate.fixed * _GIB, (estimate.activations or 0.0) * _GIB
 
 
 def _usable_bytes(config: TrainConfig) -> float:

@@ -60,14 +60,15 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     dtype = base_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
-        # In the checkpoint's precision, because only the sums are rounded to the precision of the output.
+        # Not in the precision of the output, because only the sums of the merge are rounded to it.
         model = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
         restore_float32_weights(model, base_directory)
         float32_names = SavedPrecision.of(base_config, model).float32_names
         unloaded = unloaded_tensors(model, base_directory)
         merged, num_merged = _merge(model, trained.adapter)
         # By default, weights that the model's class always keeps in float32 are not converted.
-        _convert_weights(merged, dtype, float32_names if config.torch_dtype == "auto" else ())
+        kept_names = float32_names if config.torch_dtype == "auto" else ()
+        _convert_weights(merged, dtype, kept_names)
         with _new_directory(output) as incomplete:
             merged.save_pretrained(incomplete)
             add_unloaded_tensors(incomplete, unloaded)

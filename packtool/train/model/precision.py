@@ -160,28 +160,27 @@ class SavedPrecision:
 def save_master_weights(
     model: nn.Module, saved: SavedPrecision, checkpoint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the master weights of a checkpoint: trained weights in the precision of the memory.
+    """Write the master weights of a checkpoint: trained weights that its model files do not have, or have rounded.
 
-    Weights that the model files have unrounded and under the same name are left out. Some have other names there, such
-    as the experts of a mixture, which transformers saves one by one: a resumed Trainer would not find them.
+    Files may lack weights under their names here: transformers saves the experts of a mixture one by one.
 
     Args:
         saved: precision of the model files, which are already written.
-        weights: if the model is sharded, its full weights of any shape by name; then all trained weights are written.
+        weights: if the model is sharded, its full weights by name; then all trained weights are written.
     """
-    saved_names: set[str] = set()
+    names_in_files: set[str] = set()
     if weights is None:
-        saved_names.update(_saved_weights(checkpoint))
+        names_in_files.update(_names_in_model_files(checkpoint))
     masters = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (name not in saved_names or saved.is_rounded(name, parameter)):
+        if parameter.requires_grad and (name not in names_in_files or saved.is_rounded(name, parameter)):
             weight = parameter if weights is None else weights[name]
             masters[name] = weight.detach().contiguous()
     if masters:
         save_file(masters, os.path.join(checkpoint, MASTER_NAME))
 
 
-def _saved_weights(checkpoint: str) -> Iterator[str]:
+def _names_in_model_files(checkpoint: str) -> Iterator[str]:
     """Yield the names of the weights in a checkpoint's model files."""
     for path in glob.glob(os.path.join(glob.escape(checkpoint), "model*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -199,7 +198,7 @@ def load_master_weights(model: nn.Module, checkpoint: str) -> None:
             for name, parameter in model.named_parameters():
                 if name in master_names:
                     copy_weight(parameter, file.get_tensor(name))
-    missing = _missing_weights(model, master_names | set(_saved_weights(checkpoint)))
+    missing = _missing_weights(model, master_names | set(_names_in_model_files(checkpoint)))
     if missing:
         raise MismatchError(
             f"{checkpoint} lacks {len(missing)} weights that this run trains: {', '.join(missing[:3])}",
@@ -224,10 +223,8 @@ class KahanAdamW(torch.optim.Optimizer):
 
     As in Kahan's compensated summation (Communications of the ACM, 1965), a number x is stored as two bfloat16 numbers:
     x rounded, and the rounding error. Together they have at least 16 binary digits. Weights and second moments need
-    this (with beta2 of 0.999, a moment changes by less than bfloat16 can represent); first moments change faster. A
-    weight with its gradient takes 12 bytes, instead of 16 with float32.
-
-    The arguments are those of ``torch.optim.AdamW``.
+    this (with beta2 of 0.999, a moment changes by less than bfloat16 can represent); first moments change faster. The
+    arguments are those of ``torch.optim.AdamW``.
     """
 
     def __init__(
@@ -303,7 +300,7 @@ def quantization_config(
     Args:
         dtype: precision of the weights that are not quantized, in which quantized layers compute.
         computation_dtype: precision in which FSDP or DeepSpeed computes, by default ``dtype``. Sharded 4-bit weights
-            are stored as numbers of this type, because both would convert numbers of another type.
+            are stored as numbers of this type, because FSDP and DeepSpeed would convert those of another type.
     """
     if options.quant_bits is None:
         return None
@@ -317,7 +314,7 @@ def quantization_config(
         raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
     storage_dtype = (computation_dtype or dtype) if is_sharded else None
     stored_config = getattr(config, "quantization_config", None)
-    if stored_config:  # the checkpoint is already quantized
+    if stored_config:  # the checkpoint is already quantized, and its storage type cannot be changed
         _check_stored_quantization(stored_config, options, storage_dtype)
         return BitsAndBytesConfig(**{**stored_config, "bnb_4bit_compute_dtype": dtype})  # type: ignore[no-untyped-call]
     uses_4_bits = options.quant_bits == 4

@@ -127,7 +127,7 @@ class LayerPlan:
         saved_bytes = np.maximum(kept_bytes - self.with_recomputation(**tokens), 0.0)
         return self.fixed + kept_bytes - self.saved_shares[self.num_layers(**tokens)] * saved_bytes
 
-    def figures(self, tokens: Mapping[str, Any]) -> dict[str, Any]:
+    def figures(self, **tokens: Any) -> dict[str, Any]:
         """Figures of micro-batches with these ``tokens``, arrays (C,), by their names in JSON."""
         layers, total_layers = self.num_layers(**tokens), len(self.saved_shares) - 1
         recomputed_share = np.average(layers, weights=tokens["computed"]) / total_layers
@@ -144,9 +144,9 @@ class LayerPlan:
             "num_exceeding": int(np.sum(self.exceeds(**tokens))),
         }
 
-    def line(self, tokens: Mapping[str, Any]) -> str:
-        """Describe the plan for micro-batches with these ``tokens``, arrays (C,)."""
-        figures = self.figures(tokens)
+    def line(self, **tokens: Any) -> str:
+        """Describe the plan for C micro-batches with these tokens, arrays (C,)."""
+        figures = self.figures(**tokens)
         layers = figures["recomputing_layers"]
         line = (
             f"gradient checkpointing auto: {layers['min']} to {layers['max']} of {figures['layers']} layers recompute "
@@ -167,52 +167,61 @@ def budget_of(config: TrainConfig) -> float | None:
     return device_bytes(on_gpu=True) if torch.cuda.is_available() else None
 
 
-def plan_run(run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None) -> tuple[LayerPlan | None, str]:
+def plan_layers_of_run(
+    run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None
+) -> tuple[LayerPlan | None, str]:
     """Plan the layers that recompute in a run with ``--gradient-checkpointing auto``; takes seconds.
 
-    Args:
-        budget: memory of the smallest device of the run, in bytes; None if unknown.
-
-    Returns:
-        the plan, or None if all layers recompute; and a line for the user.
+    ``budget`` is the memory of the smallest device in bytes, None if unknown. Return the plan, or None if all layers
+    recompute, and a line for the user.
     """
-    configs = run.step_configs
-    peaks = [batch for number in range(len(configs)) for batch in run.peak_memory_batches(number)]
+    peaks: list[RankTokens] = []
+    for number in range(len(run.step_configs)):  # one for each stage
+        peaks += run.peak_memory_batches(number)
     try:
-        layer_plan = plan_layers(configs, peaks, spec.config, dtype=dtype, world_size=run.world.size, budget=budget)
+        config, axes = _longest_stage(run.step_configs)
+        layer_plan = plan_layers(
+            config, axes, peaks, spec.config, dtype=dtype, world_size=run.world.size, budget=budget
+        )
     except UnsupportedModelError as error:
         return None, _all_layers_line(error)
     if run.config.removes_padding and isinstance(run.source, CachedSource):
         epoch_plan = run.source.timeline.span_at(run.start).plan
-        return layer_plan, layer_plan.line(tokens_per_micro_batch(epoch_plan, run.source.inputs))
+        return layer_plan, layer_plan.line(**tokens_per_micro_batch(epoch_plan, run.source.inputs))
     # Lengths of streamed or padded micro-batches are not known yet.
-    return layer_plan, layer_plan.line(_tokens_of_batches(peaks))
+    return layer_plan, layer_plan.line(**_tokens_of_batches(peaks))
 
 
-def planned_layers(config: PlanConfig, preview: Preview) -> list[tuple[dict[str, Any] | None, str]]:
-    """Plan the layers that recompute, for each run of a plan that decides this by ``auto``; takes seconds.
+def _longest_stage(step_configs: Sequence[tuple[TrainConfig, Axes]]) -> tuple[TrainConfig, Axes]:
+    """Return the settings of the stage with the longest packs; raise if stages differ in sequence parallelism."""
+    longest, axes = max(step_configs, key=lambda pair: pair[0].packing_length or 0)
+    if any(other_axes != axes for _, other_axes in step_configs):
+        raise UnsupportedModelError("the stages differ in --sequence-parallel-size", "")
+    return longest, axes
 
-    Returns:
-        for each of these runs, the figures of all micro-batches by their names in JSON, or None if all layers
-        recompute; and a line for the user.
+
+def plan_layers_of_preview(config: PlanConfig, preview: Preview) -> list[tuple[dict[str, Any] | None, str]]:
+    """Plan the layers that recompute, for each run of a plan with ``--gradient-checkpointing auto``; takes seconds.
+
+    Return, for each, its figures by their names in JSON, or None if all layers recompute, and a line for the user.
     """
     results: list[tuple[dict[str, Any] | None, str]] = []
     for run in planned_runs(config, preview):
         if not run.config.plans_recomputation:
             continue
-        configs = [(run.config, run.axes)]
+        peaks = run.micro_batches
         budget = budget_of(dataclasses.replace(run.config, dry_run=True))  # of the planned hardware
-        settings: dict[str, Any] = {"dtype": run.dtype, "world_size": config.world_size, "budget": budget}
         try:
-            layer_plan = plan_layers(configs, run.micro_batches, run.model, **settings)
+            layer_plan = plan_layers(
+                run.config, run.axes, peaks, run.model, dtype=run.dtype, world_size=config.world_size, budget=budget
+            )
         except UnsupportedModelError as error:
             results.append((None, _all_layers_line(error)))
             continue
+        tokens = _tokens_of_batches(peaks)
         if run.config.removes_padding and preview.inputs.reader is not None:
-            tokens: Mapping[str, Any] = tokens_per_micro_batch(run.plan, preview.inputs)
-        else:
-            tokens = _tokens_of_batches(run.micro_batches)
-        results.append((layer_plan.figures(tokens), layer_plan.line(tokens)))
+            tokens = tokens_per_micro_batch(run.plan, preview.inputs)
+        results.append((layer_plan.figures(**tokens), layer_plan.line(**tokens)))
     return results
 
 
@@ -226,7 +235,8 @@ def _tokens_of_batches(batches: Sequence[RankTokens]) -> dict[str, Any]:
 
 
 def plan_layers(
-    configs: Sequence[tuple[TrainConfig, Axes]],
+    config: TrainConfig,
+    axes: Axes,
     peaks: Sequence[RankTokens],
     model_config: PreTrainedConfig,
     *,
@@ -235,32 +245,57 @@ def plan_layers(
     budget: float | None,
     trace: Callable[..., PassBytes] = traced_pass,
 ) -> LayerPlan:
-    """Plan how many layers recompute, by the settings of all steps and the bytes of traced passes.
+    """Plan how many layers recompute, from the bytes of traced passes.
 
     ``peaks`` are the micro-batches that may need most memory, and ``budget`` is the memory of a device in bytes, None
-    if unknown. If layers cannot be planned, so that all must recompute, raise an UnsupportedModelError with the reason.
-    ``trace`` is ``traced_pass``, or the same with a cache.
+    if unknown. If layers cannot be planned, so that all must recompute, raise an UnsupportedModelError.
     """
-    config, axes = max(configs, key=lambda pair: pair[0].packing_length or 0)
     if budget is None:
         raise UnsupportedModelError("the memory of the device is unknown", "Give --memory-budget.")
-    if any(other_axes != axes for _, other_axes in configs):
-        raise UnsupportedModelError("the stages differ in --sequence-parallel-size", "")
     model = model_without_weights(config, model_config, dtype)
     if not switchable_layers(model):
         raise UnsupportedModelError(f"layers of a {model_config.model_type} model cannot be switched one by one", "")
-    settings: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "micro_batches": peaks, "axes": axes}
-    settings["trace"] = lambda *_: 0  # the bytes of a pass, which are bounded below
-    arguments: Any = config, peaks, model_config, dtype, axes, trace
-    fixed_bytes = estimate_memory(config, model, model_config, **settings).total * _GIB
+    fixed = estimate_memory(
+        config, model, model_config, dtype=dtype, world_size=world_size, micro_batches=peaks, axes=axes, trace=no_bytes
+    )
+    fixed_bytes = fixed.total * _GIB
     pass_budget = _usable_pass_bytes(config, budget, fixed_bytes)
-    kept_bound, kept_bytes = _trace_passes(*arguments, recomputes=False)
-    recomputed_bound, recomputed_bytes = _trace_passes(*arguments, recomputes=True)
-    saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)  # by each layer, (L,)
-    saved_shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
-    saved_shares[-1] = 1.0  # also if rounding, or a sum of 0, makes it less
-    layer_flops = _layer_flops(config, model_config)
-    return LayerPlan(pass_budget, kept_bound, recomputed_bound, saved_shares, fixed_bytes, layer_flops)
+    keeping = with_all_layers(config, recompute=False)
+    recomputing = with_all_layers(config, recompute=True)
+    kept_bound, kept_bytes = _trace_passes(keeping, axes, peaks, model_config, dtype, trace)
+    recomputed_bound, recomputed_bytes = _trace_passes(recomputing, axes, peaks, model_config, dtype, trace)
+    return LayerPlan(
+        budget=pass_budget,
+        without_recomputation=kept_bound,
+        with_recomputation=recomputed_bound,
+        saved_shares=_saved_shares(kept_bytes, recomputed_bytes),
+        fixed=fixed_bytes,
+        layer_flops=_layer_flops(config, model_config),
+    )
+
+
+def no_bytes(*_: object) -> int:
+    """``PassTracer`` for estimates of memory without that of a pass."""
+    return 0
+
+
+def with_all_layers(config: TrainConfig, *, recompute: bool) -> TrainConfig:
+    """Return the settings with which all layers of the language model recompute, or none does."""
+    # By default, towers recompute only if the layers of the language model do not suffice.
+    in_towers = bool(config.vit_gradient_checkpointing)
+    return dataclasses.replace(
+        config, gradient_checkpointing=recompute, vit_gradient_checkpointing=in_towers, memory_budget=None
+    )
+
+
+def _saved_shares(
+    kept_bytes: npt.NDArray[np.float64], recomputed_bytes: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return ``LayerPlan.saved_shares`` from the bytes that each layer keeps without and with recomputation, (L,)."""
+    saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)
+    shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
+    shares[-1] = 1.0  # despite rounding, and even if no layer saves anything
+    return shares
 
 
 def _layer_flops(config: TrainConfig, model_config: PreTrainedConfig) -> float:
@@ -276,43 +311,40 @@ def _layer_flops(config: TrainConfig, model_config: PreTrainedConfig) -> float:
 
 def _trace_passes(
     config: TrainConfig,
+    axes: Axes,
     peaks: Sequence[RankTokens],
     model_config: PreTrainedConfig,
     dtype: torch.dtype,
-    axes: Axes,
     trace: Callable[..., PassBytes],
-    *,
-    recomputes: bool,
 ) -> tuple[PassBound, npt.NDArray[np.float64]]:
-    """Trace passes in which all layers of the language model recompute, or none does.
+    """Trace passes; return a bound of their bytes, and the bytes that each layer keeps in the longest one, (L,)."""
+    traced_passes: list[PassBytes] = []
 
-    Returns:
-        the bound of the bytes of passes; and the bytes that each layer keeps in the longest traced pass, (L,).
-    """
-    # By default, towers recompute only if the layers of the language model do not suffice.
-    in_towers = bool(config.vit_gradient_checkpointing)
-    options: dict[str, Any] = {"gradient_checkpointing": recomputes, "vit_gradient_checkpointing": in_towers}
-    config = dataclasses.replace(config, memory_budget=None, **options)
-    passes: list[PassBytes] = []  # all traced passes
-
-    def trace_pass(*args: Any) -> int:
-        passes.append(trace(*args))
-        return passes[-1].peak
+    def trace_and_record(*args: Any) -> int:
+        pass_bytes = trace(*args)
+        traced_passes.append(pass_bytes)
+        return pass_bytes.peak
 
     def peak_bytes(tokens: RankTokens) -> int:
-        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_pass)
+        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_and_record)
         if num_bytes is None:
             raise UnsupportedModelError(f"the memory of a {model_config.model_type} model cannot be traced", "")
         return num_bytes
 
-    # Ranks that communicate in the forward pass of a layer must all recompute the same layers, so every micro-batch
-    # counts as the largest one. With FSDP this is not necessary: it gathers weights before that forward pass.
-    if config.sequence_parallel_ranks > 1 or config.shares_experts or zero_stage(config) == 3:
+    if _must_recompute_alike(config):
+        # The same layers recompute in every micro-batch, so all count as the largest one.
         bound = PassBound(floor=max(map(peak_bytes, peaks)))
     else:
-        bound = PassBound.traced(peak_bytes, *_traced_tokens(peaks, model_config))
-    longest_pass = max(passes, key=lambda traced: traced.kept)
+        longest, num_short = _traced_tokens(peaks, model_config)
+        bound = PassBound.traced(peak_bytes, longest, num_short)
+    longest_pass = max(traced_passes, key=lambda traced: traced.kept)
     return bound, np.array(longest_pass.layers, np.float64)
+
+
+def _must_recompute_alike(config: TrainConfig) -> bool:
+    """Return whether all ranks must recompute the same layers, because they communicate in a layer's forward pass."""
+    # FSDP does not count: it gathers weights before that forward pass.
+    return config.sequence_parallel_ranks > 1 or config.shares_experts or zero_stage(config) == 3
 
 
 def _usable_pass_bytes(config: TrainConfig, budget: float, fixed_bytes: float) -> float:
@@ -393,7 +425,7 @@ def switch_of(
     budgets = all_gather_objects(budget_of(run.config), run.world.size)
     budget = min((num_bytes for num_bytes in budgets if num_bytes is not None), default=None)
     with torch.random.fork_rng():  # so that dropout has the same masks as without tracing
-        plan, line = plan_run(run, spec, dtype, budget)
+        plan, line = plan_layers_of_run(run, spec, dtype, budget)
     progress.note(line)
     switches_towers = run.config.vit_gradient_checkpointing is None
     return None if plan is None else LayerSwitch(model, plan, spec, switches_towers=switches_towers)

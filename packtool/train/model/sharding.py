@@ -37,7 +37,6 @@ from packtool.train.prepare.checkpoint import ONLY_MODEL
 from packtool.train.prepare.parallelism import deepspeed_settings, zero_stage
 
 OPTIMIZER_FOLDER = "optimizer_shards"
-_PATTERNS = ("source_patterns", "target_patterns")
 _EXPERTS_REMEDY = "Leave out --expert-parallel-size; --fsdp full_shard shards all weights."
 
 
@@ -62,23 +61,21 @@ def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: 
 def experts_transposed_correctly() -> Iterator[None]:
     """Fix transformers inside ``with``: transpose experts while reading only if the checkpoint stores them transposed.
 
-    To decide, transformers 5.23 compares the shape of one rank's experts (first dimension: experts) with that of all
-    experts. These always differ, so it would always transpose. The fix compares the other dimensions.
+    transformers 5.23 transposes if the shapes of tensor and parameter differ. With expert parallelism they always do,
+    because the first dimension is the number of experts of one rank, and of all ranks.
     """
     operation: Any = Transpose
     original: Any = operation.convert
 
-    def convert(self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def convert(self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
         """Replace ``Transpose.convert``, which converts the only tensor of ``input_dict``."""
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         if self.check_dims:  # the operation transposes only if shapes differ
             parameter = kwargs["model"].get_parameter(kwargs["full_layer_name"])
             if tensor.shape[1:] == parameter.shape[1:]:
-                # The source and target patterns are in ``args`` or ``kwargs``.
-                patterns = [kwargs[name] for name in _PATTERNS if name in kwargs]
-                return {self.get_target_pattern(input_dict, *args, *patterns): tensor}
-        return original(self, input_dict, *args, **kwargs)
+                return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor}
+        return original(self, input_dict, source_patterns, target_patterns, **kwargs)
 
     operation.convert = convert
     try:

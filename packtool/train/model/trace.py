@@ -77,8 +77,6 @@ def trace_pass(
 
     Args:
         model: made trainable, on the meta device; unusable afterwards.
-        spec: the model's properties; the model's directory is read if it has its own processor for images.
-        tokens: numbers of tokens of the micro-batch.
         axes: how ranks share a sequence; by default each rank has its own.
         autocast: precision of the computation if weights have another precision.
     """
@@ -148,7 +146,7 @@ def _recorded_layers(layers: Sequence[nn.Module], live: _LiveBytes) -> Iterator[
 
 
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
-    """Return a micro-batch of one document with one wide image and one sound, which need as much memory as several.
+    """Return a micro-batch of one document with one wide image and one sound, in place of several of each.
 
     Half of its tokens are targets. Pixels and mel frames are on the meta device. With sequence parallelism, the batch
     is that of the rank that needs most memory.
@@ -161,12 +159,13 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     if axes.ring_size * axes.ulysses_size > 1:
         shard = _traced_shard(tokens, axes, num_tokens)
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
+    shares_prefixes = tokens.keys > 0
+    # Keys of a shared prefix are repeated for each of its documents, so there are more keys than tokens.
     num_keys = max(tokens.keys, num_tokens)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
     fields["pictures"] = _traced_pictures(spec, fields["input_ids"], num_keys)
-    if tokens.keys == 0:  # without shared prefixes
+    if not shares_prefixes:
         return PackedBatch(**fields)
-    # Keys of a shared prefix are repeated for each of its documents, so there are more keys than tokens.
     return TreeBatch(
         **fields,
         key_index=torch.arange(num_keys) % num_tokens,
@@ -281,29 +280,32 @@ def _create_fake_weights(model: nn.Module) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes with real tensors inside ``FakeTensorMode``, and whose memory does not count."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @contextlib.contextmanager
 def _real_window_indices(model: nn.Module) -> Iterator[None]:
-    """Let towers compute what depends on the pictures' sizes with real tensors: attention windows, pooled patches."""
+    """Let towers compute attention windows, and the patches to pool, from the real sizes of pictures."""
+    fake_one_hot, real_one_hot = F.one_hot, _untraced(F.one_hot)
 
-    def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                return function(*args, **kwargs)
-
-        return call
-
-    one_hot = F.one_hot
-
-    def real_one_hot(indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with contextlib.nullcontext() if isinstance(indices, FakeTensor) else _disable_current_modes():
-            return one_hot(indices, *args, **kwargs)
+    def one_hot(indices: Tensor, *args: Any, **kwargs: Any) -> Any:
+        compute = fake_one_hot if isinstance(indices, FakeTensor) else real_one_hot
+        return compute(indices, *args, **kwargs)
 
     name = "get_vision_window_index"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(F, "one_hot", real_one_hot))
+        stack.enter_context(patch.object(F, "one_hot", one_hot))
+        # Each model's source file has imported the function under this name.
         for source in {sys.modules.get(type(module).__module__) for module in model.modules()}:
-            if (function := getattr(source, name, None)) is not None:
-                stack.enter_context(patch.object(source, name, outside_modes(function)))
+            if hasattr(source, name):
+                stack.enter_context(patch.object(source, name, _untraced(getattr(source, name))))
         yield
 
 

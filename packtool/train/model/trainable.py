@@ -46,8 +46,8 @@ from packtool.train.model.low_precision import simulate_quantization, use_float8
 from packtool.train.model.precision import convert_trained_to_float32, keeps_masters, unsharded_numel
 from packtool.train.prepare.trained import ADAPTER_FILE, describe_non_adapter, is_adapter
 
-# Initializations that change the model's own weights, and therefore need them.
-_COMPUTED_FROM_WEIGHTS = ("pissa", "olora")
+# Initializations of adapters that need the model's own weights, and change them.
+_INITIALIZED_FROM_WEIGHTS = ("pissa", "olora")
 _LINEAR = (nn.Linear, Conv1D)  # GPT-2's Conv1D is a linear layer with transposed weights
 _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MAX_SHOWN_NAMES = 4
@@ -84,10 +84,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def tower_prefixes(model: nn.Module, model_type: str) -> Towers:
-    """Return the prefixes of the parameter names of a model's towers and aligner, and of modules without a use.
-
-    No forward pass uses the modules that the model's family names as unused, and those that its configuration skips.
-    """
+    """Return the name prefixes of a model's towers and aligner, and of modules that no forward pass uses."""
     towers = family_of({"model_type": model_type}).towers
     module_names = {_bare_name(name) for name, _ in model.named_modules()}
     parameter_names = {_bare_name(name) for name, _ in model.named_parameters()}
@@ -97,16 +94,19 @@ def tower_prefixes(model: nn.Module, model_type: str) -> Towers:
                 f"{type(model).__name__} has no module {prefix}, which --freeze-vit or --freeze-aligner should freeze",
                 "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
             )
-    unused = list(towers.unused)
-    # MiniCPM's merger, if it is set to downsample by 4 instead of 16.
-    if getattr(model.config, "downsample_mode", None) == "4x":
-        unused += [name for name, _ in model.named_modules() if name.endswith(".vit_merger")]
-    feature_layers = getattr(model.config, "vision_feature_layer", None)
+    return dataclasses.replace(towers, unused=(*towers.unused, *_skipped_modules(model, towers)))
+
+
+def _skipped_modules(model: nn.Module, towers: Towers) -> Iterator[str]:
+    """Yield the names of the modules that a model's configuration skips."""
+    config: Any = model.config
+    if getattr(config, "downsample_mode", None) == "4x":  # MiniCPM, whose merger would downsample further
+        yield from (name for name, _ in model.named_modules() if name.endswith(".vit_merger"))
+    feature_layers = getattr(config, "vision_feature_layer", None)
+    if isinstance(feature_layers, int):
+        feature_layers = [feature_layers]
     if feature_layers is not None and towers.vision:
-        if isinstance(feature_layers, int):
-            feature_layers = [feature_layers]
-        unused += _unused_vision_layers(model, towers.vision[0], feature_layers)
-    return dataclasses.replace(towers, unused=tuple(unused))
+        yield from _unused_vision_layers(model, towers.vision[0], feature_layers)
 
 
 def _unused_vision_layers(model: nn.Module, vision_tower: str, feature_layers: Sequence[int]) -> Iterator[str]:
@@ -244,13 +244,14 @@ def add_adapters(model: PreTrainedModel, towers: Towers, config: TrainConfig) ->
     if config.adapters:
         return _load_adapter_to_continue(model, config, has_weights=not next(model.parameters()).is_meta)
     _check_adapter_names(model, towers, config)
-    settings = {**ADAPTER_SETTINGS.get(config.train_type, {}), **(config.adapter_settings or {})}
     if config.train_type == "lora":
-        settings = _lora_settings(model, config) | {"modules_to_save": _saved_modules(towers, config) or None}
+        settings = _lora_settings(model, towers, config)
+    else:
+        settings = {**ADAPTER_SETTINGS.get(config.train_type, {}), **(config.adapter_settings or {})}
     try:
-        # peft matches the ends of names, and full names are the ends of no others.
-        settings |= {"target_modules": adapted_modules(model, towers, config), "task_type": "CAUSAL_LM"}
-        return _add_new_adapter(model, _CONFIGS[config.train_type](**settings))
+        targets = adapted_modules(model, towers, config)
+        adapter_class: Any = _CONFIGS[config.train_type]
+        return _add_new_adapter(model, adapter_class(**settings, target_modules=targets, task_type="CAUSAL_LM"))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"--train-type {config.train_type}: peft cannot adapt this model: {error}",
@@ -273,11 +274,11 @@ def _check_adapter_names(model: PreTrainedModel, towers: Towers, config: TrainCo
         raise ConfigError("\n".join(problems), "Names are such as embed_tokens, lm_head and experts.down_proj.")
 
 
-def _lora_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
-    """Return the arguments of peft's ``LoraConfig`` by the options, except the modules."""
+def _lora_settings(model: Any, towers: Towers, config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments of peft's ``LoraConfig`` for the options, except the adapted modules."""
     # peft takes booleans, or the name of an initialization.
     initialization: Any = {"true": True, "false": False}.get(config.init_weights, config.init_weights)
-    if next(model.parameters()).is_meta and config.init_weights in _COMPUTED_FROM_WEIGHTS:
+    if next(model.parameters()).is_meta and config.init_weights in _INITIALIZED_FROM_WEIGHTS:
         initialization = True  # the default, which needs no weights
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
@@ -290,6 +291,7 @@ def _lora_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
         "use_dora": config.use_dora,
         "init_lora_weights": initialization,
         "target_parameters": list(config.target_parameters) or None,
+        "modules_to_save": _saved_modules(towers, config) or None,
         "ensure_weight_tying": bool(config.modules_to_save) and is_tied,
     }
 
@@ -319,24 +321,31 @@ def _add_new_adapter(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
 
 
 def adapted_modules(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> list[str]:
-    """Return the full names of the modules that get adapters.
+    """Return the full names of the modules that get adapters, by ``--target-regex`` or ``--target-modules``.
 
-    These are the modules that match ``--target-regex``. Without it, they are the modules of unfrozen parts that
-    ``--target-modules`` selects: all-linear selects linear modules except the head; names may also select the head and
-    the embeddings.
+    Full names, because peft would match shorter ones with the ends of other names.
     """
     if config.target_regex is not None:
-        return _check_targets_with_peft(model, _matching_modules(model, config.target_regex), config)
-    is_in_all_linear = _adaptable_modules(model, towers, config)
-    _check_target_names(is_in_all_linear, config)
-    targets = [name for name, is_linear in is_in_all_linear.items() if config.is_target(name, is_linear=is_linear)]
+        targets = _matching_modules(model, config.target_regex)
+    else:
+        targets = _named_modules(model, towers, config)
+    if config.train_type == "lora" and (config.lora_dropout or config.use_dora):
+        _refuse_experts(model, targets)
+    return targets
+
+
+def _named_modules(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> list[str]:
+    """Return the full names of the modules of unfrozen parts that ``--target-modules`` selects."""
+    adaptable = _adaptable_modules(model, towers, config)
+    _check_target_names(adaptable, config)
+    targets = [name for name, in_all_linear in adaptable.items() if config.is_target(name, is_linear=in_all_linear)]
     if not targets and not config.target_parameters:
         raise ConfigError(
             f"all parts of the model are frozen ({', '.join(sorted(config.frozen_parts))}), so there is no module to "
             "adapt",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
-    return _check_targets_with_peft(model, targets, config)
+    return targets
 
 
 def _matching_modules(model: PreTrainedModel, regex: str) -> list[str]:
@@ -352,7 +361,10 @@ def _matching_modules(model: PreTrainedModel, regex: str) -> list[str]:
 
 
 def _adaptable_modules(model: Any, towers: Towers, config: TrainConfig) -> dict[str, bool]:
-    """Return, by name of each module of unfrozen parts that may get an adapter, whether all-linear selects it."""
+    """Return, by name of each module of unfrozen parts that may get an adapter, whether all-linear selects it.
+
+    Head and embeddings may get one, but all-linear does not select them.
+    """
     frozen = config.frozen_parts
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
@@ -382,27 +394,23 @@ def _check_target_names(adaptable: Collection[str], config: TrainConfig) -> None
         )
 
 
-def _check_targets_with_peft(model: PreTrainedModel, names: list[str], config: TrainConfig) -> list[str]:
-    """Return the names of the modules to adapt unchanged; raise a ConfigError if peft would fail on them.
+def _refuse_experts(model: PreTrainedModel, names: list[str]) -> None:
+    """Raise a ConfigError if peft would adapt routed experts in place of modules with these names.
 
-    In some mixtures of experts, peft takes the names of other modules, such as ``gate_proj`` of a shared expert, for
-    those of routed experts in older checkpoints, and adapts the routed experts instead, also when it loads an adapter.
-    With dropout or DoRA this fails, because peft cannot adapt routed experts with them.
+    In some mixtures of experts, peft mistakes other modules, such as ``gate_proj`` of a shared expert, for routed
+    experts as in older checkpoints. It cannot adapt routed experts with dropout or DoRA.
     """
-    if config.train_type != "lora" or not (config.lora_dropout or config.use_dora):
-        return names
     settings = LoraConfig(target_modules=list(names))
-    convert_peft_config_for_transformers(settings, model, None)  # changes ``settings``: removes names of such modules
+    convert_peft_config_for_transformers(settings, model, None)  # removes such names from ``settings``
     kept_names = set(settings.target_modules or ())
+    kept = {name.rpartition(".")[2] for name in names if name in kept_names}
     removed = {name.rpartition(".")[2] for name in names if name not in kept_names}
     if removed:
-        kept = {name.rpartition(".")[2] for name in names if name in kept_names}
         raise ConfigError(
             f"LoRA on {', '.join(sorted(removed))}: peft would adapt the model's routed experts instead",
             f"Leave them out: --target-modules {' '.join(sorted(kept - removed))}; or adapt the routed experts: "
             "--lora-dropout 0 without --use-dora",
         )
-    return names
 
 
 def _load_adapter_to_continue(model: PreTrainedModel, config: TrainConfig, has_weights: bool) -> PeftModel:
@@ -410,13 +418,13 @@ def _load_adapter_to_continue(model: PreTrainedModel, config: TrainConfig, has_w
 
     If the model has no weights (on the meta device), those of the adapter are not read either.
     """
-    (directory,) = config.adapters
+    (directory,) = config.adapters  # more than one cannot be trained
     settings = _read_adapter_settings(directory)
     _check_adapter_type(settings, config)
     _check_adapter_settings(settings, config)
     settings.inference_mode = False
-    if not has_weights:
-        if getattr(settings, "init_lora_weights", True) in _COMPUTED_FROM_WEIGHTS:
+    if not has_weights:  # for estimates, which need an adapter of the same shape
+        if getattr(settings, "init_lora_weights", True) in _INITIALIZED_FROM_WEIGHTS:
             settings.init_lora_weights = True  # peft's default initialization
         return _add_new_adapter(model, settings)
     try:
@@ -544,11 +552,8 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
     """Split an optimizer's parameter groups, in place, so that parts of the model have their own learning rates.
 
     These parts are the vision tower (``--vit-lr``), the aligner (``--aligner-lr``) and the B matrices of LoRA, whose
-    rate is multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
-
-    Args:
-        trained: module whose parameters the optimizer has, perhaps wrapped for several processes.
-        model: the same model, bare or inside an adapter.
+    rate is multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354). ``trained`` is ``model`` as
+    the optimizer has it, perhaps wrapped for several processes.
     """
     if config.vit_lr is None and config.aligner_lr is None and config.lorap_lr_ratio is None:
         return

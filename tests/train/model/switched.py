@@ -42,7 +42,8 @@ def plan_of(name: str, budget: float, **options: Any) -> LayerPlan:
     """The plan of a model for a device of this many bytes."""
     config = run_config(gradient_checkpointing="auto", **options)
     return plan_layers(
-        [(config, Axes())],
+        config,
+        Axes(),
         [LONGEST[name]],
         deep_config(name),
         dtype=torch.float32,

@@ -156,7 +156,7 @@ def test_shares_of_layers_may_differ() -> None:
     assert [
         int(dataclasses.replace(plan, budget=budget).num_layers(computed=1)) for budget in (100, 91, 90, 50, 49)
     ] == [*(0, 1, 1, 2, 3)]
-    assert "2 to 2 of 3 layers" in plan.line({"computed": np.array([1])})
+    assert "2 to 2 of 3 layers" in plan.line(computed=np.array([1]))
 
 
 def test_figures_of_a_plan(plans: dict[str, LayerPlan]) -> None:
@@ -165,7 +165,7 @@ def test_figures_of_a_plan(plans: dict[str, LayerPlan]) -> None:
     high, low = (bound(computed=400) for bound in (full.without_recomputation, full.with_recomputation))
     plan = dataclasses.replace(full, budget=(high + low) / 2)
     tokens = {"computed": np.array([2, 400])}
-    figures, num_layers = plan.figures(tokens), int(plan.num_layers(computed=400))
+    figures, num_layers = plan.figures(**tokens), int(plan.num_layers(computed=400))
     layers = figures["recomputing_layers"]
     assert (layers["min"], layers["median"], layers["max"]) == (0, num_layers / 2, num_layers)
     assert figures["layers"] == NUM_LAYERS
@@ -183,7 +183,7 @@ def test_figures_of_a_plan(plans: dict[str, LayerPlan]) -> None:
             LossFunction(model)(model, real_pass("qwen3", RankTokens(computed=16))).weighted_sum().backward()
         flops.append(counter.get_total_flops())
     assert figures["recomputed_flops"] == pytest.approx((flops[1] / flops[0] - 1) / 0.8, rel=0.05)
-    assert f"(median {num_layers / 2:g})" in plan.line(tokens)
+    assert f"(median {num_layers / 2:g})" in plan.line(**tokens)
 
 
 def test_ranks_that_share_sequences_recompute_the_same_layers() -> None:
@@ -191,7 +191,7 @@ def test_ranks_that_share_sequences_recompute_the_same_layers() -> None:
     axes = Axes(ring_size=2)
     config = run_config(gradient_checkpointing="auto", sequence_parallel_size=2, sequence_parallel_type="ring")
     arguments: dict[str, Any] = {"dtype": torch.float32, "world_size": 2}
-    plan = plan_layers([(config, axes)], [RankTokens(computed=400)], deep_config("qwen3"), **arguments, budget=1e12)
+    plan = plan_layers(config, axes, [RankTokens(computed=400)], deep_config("qwen3"), **arguments, budget=1e12)
     low, high = plan.with_recomputation(computed=400), plan.without_recomputation(computed=400)
     shared = dataclasses.replace(plan, budget=(low + high) / 2)
     assert int(shared.num_layers(computed=2)) == int(shared.num_layers(computed=400)) > 0
@@ -212,7 +212,7 @@ def test_impossible_budgets_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="weights, gradients and optimizer need"):
         plan_of("qwen3", 1e6)
     with pytest.raises(UnsupportedModelError, match="memory of the device is unknown"):
-        plan_layers([(run_config(), Axes())], [], deep_config("qwen3"), dtype=torch.float32, world_size=1, budget=None)
+        plan_layers(run_config(), Axes(), [], deep_config("qwen3"), dtype=torch.float32, world_size=1, budget=None)
     (problem,) = run_config(gradient_checkpointing=True, memory_budget=10**9).problems()
     assert "--memory-budget limits what --gradient-checkpointing auto keeps" in problem
 
