@@ -109,7 +109,7 @@ class BlockKernel(abc.ABC):
     def bwd(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
     ) -> Gradients:
-        """Return this block's part of the gradients of q, k and v; grad, out and lse are those over all blocks."""
+        """Return this block's part of the gradients of q, k and v, from the final grad (T, Hq, D), out and lse."""
 
 
 class MathBlockKernel(BlockKernel):

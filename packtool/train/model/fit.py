@@ -96,7 +96,7 @@ class Proposal:
 
     @property
     def lacks_layer_plan(self) -> bool:
-        """Whether the layers that recompute must still be planned."""
+        """True if the layers that recompute must still be planned."""
         return self.run.plans_recomputation and self.recomputation is None
 
     @property

@@ -166,7 +166,7 @@ def save_master_weights(
 
     Args:
         saved: precision of the model files, which are already written.
-        weights: if the model is sharded, its full weights by name; then all trained weights are written.
+        weights: if the model is sharded, its full weights, of any shape, by name; then all trained ones are written.
     """
     names_in_files: set[str] = set()
     if weights is None:
