@@ -42,6 +42,7 @@ from packtool.rows.sources import sources_of
 FILE_NAME = "hygiene.jsonl"
 POLICIES = ("on_duplicates", "on_overlap")
 _NGRAM = 13
+_NO_MAX_LENGTH = 1 << 30
 _MARKS = re.compile("|".join(MEDIA_MARKS.values()))
 
 _ROW_FIELDS = [("content", pa.uint64()), ("prompt", pa.uint64()), ("is_val", pa.bool_()), ("source", pa.string())]
@@ -56,7 +57,7 @@ HASHED_INDEX = pa.schema([*INDEX, *_ROW_FIELDS, ("is_first", pa.bool_()), ("trun
 Hashes = npt.NDArray[np.uint64]
 
 
-def recorded(config: ExportConfig) -> dict[str, Any]:
+def identity_settings(config: ExportConfig) -> dict[str, Any]:
     """Return the settings of hygiene for the identity of a cache; none by default."""
     settings: dict[str, Any] = {name: "drop" for name in POLICIES if getattr(config, name) == "drop"}
     if config.check_against:
@@ -106,27 +107,41 @@ class HeldOut:
 
 def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding, progress: Progress) -> HeldOut:
     """Read and hash the questions of ``--check-against``, of any length; raise a DataError if none can be encoded."""
-    encoder = Encoder(replace(config.encode_spec, max_length=1 << 30, min_length=0, expand_turns="false"), files, media)
+    spec = replace(config.encode_spec, max_length=_NO_MAX_LENGTH, min_length=0, expand_turns="false")
+    encoder = Encoder(spec, files, media)
     questions: list[dict[str, Any]] = []
-    prompts: dict[bytes, int] = {}  # number of the first question with this hash
+    prompts: dict[int, int] = {}  # number of the first question with this hash
     texts: dict[str, tuple[int, Hashes]] = {}  # number and n-grams of the first question with this text
-    unusable: list[Any] = []  # drops
+    drops: list[Dropped] = []
     for row, result in _encode_questions(config, encoder):
         if isinstance(row, Dropped) or isinstance(result, Dropped):
-            unusable.append(result)
+            drops.append(result)
             continue
-        prompts.setdefault(_hash_row(result, encoder.media_tokens)[0], len(questions))
+        prompt, _ = _hash_row(result, encoder.media_tokens)
+        prompts.setdefault(prompt, len(questions))
+        questions.append({"source": row.source, "row": row.row, "by": "prompt"})
         text, ngrams = _text_of(row, encoder)
-        texts.setdefault(text, (len(questions) + 1, ngrams))
-        questions += [{"source": row.source, "row": row.row, "by": by} for by in ("prompt", "13-gram")]
-    if unusable:
-        progress.note(f"--check-against: {len(unusable):,} unusable rows; the first: {unusable[0].summary}")
+        texts.setdefault(text, (len(questions), ngrams))
+        questions.append({"source": row.source, "row": row.row, "by": "13-gram"})
+    if drops:
+        progress.note(f"--check-against: {len(drops):,} unusable rows; the first: {drops[0].summary}")
     if not questions:
         raise DataError(f"--check-against {' '.join(config.check_against)}: there is no question", code="D004")
-    ngrams, numbers = _rare_ngrams(list(texts.values()))
-    keys = np.concatenate([np.frombuffer(b"".join(prompts), "<u8").astype(np.uint64), ngrams])
-    keys, positions = np.unique(keys, return_index=True)
-    return HeldOut(keys, np.concatenate([[*prompts.values()], numbers]).astype(np.int32)[positions], questions)
+    return _join_hashes(prompts, list(texts.values()), questions)
+
+
+def _join_hashes(
+    prompts: Mapping[int, int], texts: Sequence[tuple[int, Hashes]], questions: Sequence[dict[str, Any]]
+) -> HeldOut:
+    """Join the hashes of prompts and of the n-grams of texts; a hash that several questions have keeps the first one.
+
+    ``prompts``: number of the question by hash; ``texts``: number of the question, and its n-grams in order.
+    """
+    ngrams, ngram_numbers = _rare_ngrams(texts)
+    hashes = np.concatenate([np.array(list(prompts), np.uint64), ngrams])
+    numbers = np.concatenate([list(prompts.values()), ngram_numbers]).astype(np.int32)
+    keys, first_positions = np.unique(hashes, return_index=True)
+    return HeldOut(keys, numbers[first_positions], questions)
 
 
 def _encode_questions(config: ExportConfig, encoder: Encoder) -> Iterator[tuple[Sample | Dropped, Any]]:
@@ -184,34 +199,37 @@ def hash_columns(
     rows: Sequence[list[EncodedSample]], split: str, tokens: MediaTokens, held_out: HeldOut | None
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each."""
-    num_samples = [len(row) for row in rows]
-    hashes = b"".join([digest for row in rows for digest in _hash_row(row, tokens)])
-    prompts, contents = np.frombuffer(hashes, "<u8").astype(np.uint64).reshape(-1, 2).T
-    columns = {
-        "content": contents,
+    hashes = [_hash_row(row, tokens) for row in rows]
+    prompts = np.array([prompt for prompt, _ in hashes], np.uint64)
+    questions = np.full(len(rows), -1, np.int32)
+    if held_out is not None and rows:
+        questions = held_out.match(rows, prompts)
+    columns_of_rows: dict[str, npt.NDArray[Any]] = {
+        "content": np.array([content for _, content in hashes], np.uint64),
         "prompt": prompts,
         "is_val": np.full(len(rows), split == VAL_SPLIT),
         "source": np.array([row[0].source for row in rows], object),
         "row": np.array([row[0].row for row in rows], np.int64),
-        "question": np.full(len(rows), -1, np.int32) if held_out is None or not rows else held_out.match(rows, prompts),
+        "question": questions,
     }
-    columns = {name: np.repeat(column, num_samples) for name, column in columns.items()}
-    columns["is_first"] = np.array([i == 0 for num in num_samples for i in range(num)], bool)
+    num_samples = [len(row) for row in rows]
+    columns = {name: np.repeat(column, num_samples) for name, column in columns_of_rows.items()}
+    columns["is_first"] = np.array([i == 0 for row in rows for i in range(len(row))], bool)
     columns["truncated"] = np.array([sample.num_truncated for row in rows for sample in row], np.int32)
     return columns
 
 
-def _hash_row(samples: Sequence[EncodedSample], tokens: MediaTokens) -> tuple[bytes, bytes]:
+def _hash_row(samples: Sequence[EncodedSample], tokens: MediaTokens) -> tuple[int, int]:
     """Return 64-bit hashes of a row's prompt (of the last sample, before its last answer) and of its content."""
     state = hashlib.blake2b(digest_size=8)
     *others, last = samples
     start = int(last.turns[-2]) if len(last.turns) else 0  # of the last answer
     _update(state, last, 0, start, tokens)
-    prompt = state.digest()
+    prompt = int.from_bytes(state.digest(), "little")
     _update(state, last, start, last.length, tokens)
     for sample in others:
         _update(state, sample, 0, sample.length, tokens)
-    content = state.digest()
+    content = int.from_bytes(state.digest(), "little")
     return (prompt if start > 1 else content), content  # a start token alone is no prompt
 
 
@@ -227,14 +245,14 @@ def _update(state: Any, sample: EncodedSample, start: int, stop: int, tokens: Me
     state.update(np.ascontiguousarray(sample.input_ids[start:stop], "<i4").data)
 
 
-_HELD_OUT = "held_out_overlap"
+_VAL, _HELD_OUT = "val_overlap", "held_out_overlap"
 _Rows = Mapping[str, npt.NDArray[Any]]  # columns of ``HASHED_INDEX``, (R,) each
 _Positions = npt.NDArray[np.int64]
 
 
 def _related_rows(rows: _Rows) -> dict[str, npt.NDArray[np.integer[Any]]]:
     """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none."""
-    related = {"val_overlap": _val_overlaps(rows), "duplicate": _duplicates(rows), "conflict": _conflicts(rows)}
+    related = {_VAL: _val_overlaps(rows), "duplicate": _duplicates(rows), "conflict": _conflicts(rows)}
     return {**related, _HELD_OUT: rows["question"]}
 
 
@@ -286,42 +304,57 @@ def compare(
 ) -> tuple[dict[str, int], list[str], list[tuple[int, Dropped]]]:
     """Compare all rows; ``index``: joined parts of the tasks, with the columns ``HASHED_INDEX``.
 
-    Return counts of findings by kind, lines of ``hygiene.jsonl``, and rows to drop, with positions of first samples.
+    Return counts of findings by kind, lines of ``hygiene.jsonl``, and rows to drop, each with the position of its first
+    sample in the index.
     """
     rows, sources = _rows_of(index)
     related = _related_rows(rows)
     questions = held_out.questions if held_out else []
-    is_found = {kind: numbers >= 0 for kind, numbers in related.items()}
-    counts = {f"{kind}s": int(is_found[kind].sum()) for kind in related if is_found[kind].any()}
+    num_found = {f"{kind}s": int(np.count_nonzero(numbers >= 0)) for kind, numbers in related.items()}
+    counts = {kinds: num for kinds, num in num_found.items() if num}
     lines = [json.dumps({"counts": counts}) + "\n"]
     drops: list[tuple[int, Dropped]] = []
-    dropped_kinds = ["val_overlap", _HELD_OUT] if config.on_overlap == "drop" else []
+    dropped_kinds = [_VAL, _HELD_OUT] if config.on_overlap == "drop" else []
     dropped_kinds += ["duplicate"] if config.on_duplicates == "drop" else []
-    for i in np.flatnonzero(np.any([*is_found.values()], axis=0)).tolist():
-        place = _place(rows, sources, i)
-        numbers = {kind: int(related[kind][i]) for kind in related if is_found[kind][i]}
-        matches = {
-            kind: questions[number] if kind == _HELD_OUT else _place(rows, sources, number)
-            for kind, number in numbers.items()
-        }
+    has_finding = np.any([numbers >= 0 for numbers in related.values()], axis=0)
+    for i in np.flatnonzero(has_finding).tolist():
+        row = _place(rows, sources, i)
+        numbers_by_kind = {kind: int(numbers[i]) for kind, numbers in related.items()}
+        matches = _matches(numbers_by_kind, rows, sources, questions)
         reasons = [kind for kind in matches if kind in dropped_kinds]
         if reasons:
-            drops.append((int(rows["first"][i]), _dropped(place, reasons[0], matches[reasons[0]])))
+            drops.append((int(rows["first_sample"][i]), _dropped(row, reasons[0], matches[reasons[0]])))
         for kind, match in matches.items():
-            lines.append(json.dumps({"kind": kind, **place, "of": match, "dropped": bool(reasons)}) + "\n")
+            lines.append(json.dumps({"kind": kind, **row, "of": match, "dropped": bool(reasons)}) + "\n")
     return counts, lines, drops
 
 
-def _rows_of(index: pa.Table) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
-    """Return columns of the R rows in ``HASHED_INDEX``, (R,) each, and names of the sources; ``first``: its sample."""
-    numbers: dict[str, int] = {}
+def _matches(
+    numbers: Mapping[str, int], rows: _Rows, sources: Sequence[str], questions: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Describe the related row or question of each kind by its number; leave out kinds with -1."""
+    matches = {}
+    for kind, number in numbers.items():
+        if number >= 0:
+            matches[kind] = questions[number] if kind == _HELD_OUT else _place(rows, sources, number)
+    return matches
+
+
+def _rows_of(index: pa.Table) -> tuple[_Rows, list[str]]:
+    """Return columns of the R rows in ``HASHED_INDEX``, (R,) each, and the names of the numbered sources.
+
+    ``first_sample``: position of the row's first sample in the index.
+    """
+    source_numbers: dict[str, int] = {}
     columns = {name: index.column(name).to_numpy() for name, _ in _ROW_FIELDS if name != "source"}
-    columns |= {"source": number_names(index.column("source"), numbers), "first": np.arange(len(index))}
+    columns["source"] = number_names(index.column("source"), source_numbers)
+    columns["first_sample"] = np.arange(len(index))
     is_first = index.column("is_first").to_numpy()
-    return {name: column[is_first] for name, column in columns.items()}, list(numbers)
+    return {name: column[is_first] for name, column in columns.items()}, list(source_numbers)
 
 
-def _place(rows: Mapping[str, npt.NDArray[Any]], sources: Sequence[str], i: int) -> dict[str, Any]:
+def _place(rows: _Rows, sources: Sequence[str], i: int) -> dict[str, Any]:
+    """Return split, source and number of a row for ``hygiene.jsonl``."""
     split = VAL_SPLIT if rows["is_val"][i] else TRAIN_SPLIT
     return {"split": split, "source": sources[rows["source"][i]], "row": int(rows["row"][i])}
 

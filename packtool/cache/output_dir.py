@@ -8,12 +8,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -54,7 +52,7 @@ from packtool.encode.model_files import ModelFiles, absolute_model
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
 from packtool.rows.read import scan
-from packtool.rows.sample import all_dropped
+from packtool.rows.sample import Dropped, all_dropped
 from packtool.rows.source import SourceSpec
 
 _PATHS = tuple(f"spec.{name}" for name in PATH_SETTINGS)
@@ -193,20 +191,21 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
     state_path = storage.join(directory, TASKS_DIR, _STATE_NAME)
     old_state = storage.read_bytes(state_path) if storage.exists(state_path) else None
     is_resumed = old_state == state
-    is_other_export = old_state is not None and not is_resumed
-    num_old = 0 if is_resumed else num_finished(directory)
-    if num_old or (is_other_export and is_part):  # nothing that is finished is removed, and parts remove nothing
-        raise _other_export_error(directory, num_old)
-    if not is_part:
-        if not is_resumed:
+    if not is_resumed:
+        num_old_shards = num_finished(directory)
+        # Finished shards are never removed. A part of a job array removes no unfinished export either.
+        if num_old_shards or (is_part and old_state is not None):
+            raise _other_export_error(directory, num_old_shards)
+        if not is_part:
             clear(directory)
+    if not is_part:
         _discard_unfinished_uploads(directory)
     for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(storage.join(directory, name))
     if not is_resumed:
         is_published = storage.publish_new(state_path, state)
         if not is_published:  # a part of another export has just written its state
-            raise _other_export_error(directory, num_finished=0)
+            raise _other_export_error(directory, num_shards=0)
     return finished_tasks(directory, export_id(state))
 
 
@@ -215,8 +214,8 @@ def _discard_unfinished_uploads(directory: str) -> None:
         storage.discard_unfinished(directory)
 
 
-def _other_export_error(directory: str, num_finished: int) -> MismatchError:
-    message = f"{directory} holds {num_finished} finished shards of an export with other settings or rows"
+def _other_export_error(directory: str, num_shards: int) -> MismatchError:
+    message = f"{directory} holds {num_shards} finished shards of an export with other settings or rows"
     return MismatchError(message, "Give another --output-dir; --overwrite would delete the existing files.")
 
 
@@ -262,14 +261,15 @@ def _is_marker(name: str) -> bool:
 
 def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
     """Return the identity of an export's cache; ``limits`` on media include the user's options."""
-    spec = replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
+    encode_spec = replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files))
+    settings = encode_spec.recorded()
     # The path of the model is absolute, so that it can be used from any directory; the fingerprint ignores it.
-    spec["model"] = absolute_model(config.model)
+    settings["model"] = absolute_model(config.model)
     # The loss scale is the resolved one, because its default depends on whether the model has hybrid thinking.
-    spec["loss_scale"] = loss_scale_of(config.loss_scale, files.is_hybrid_thinking)
-    spec |= hygiene.recorded(config)
+    settings["loss_scale"] = loss_scale_of(config.loss_scale, files.is_hybrid_thinking)
+    settings |= hygiene.identity_settings(config)
     return Identity(
-        spec=spec,
+        spec=settings,
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,
@@ -367,41 +367,69 @@ def compare_rows(
     results: Sequence[TaskResult],
     held_out: hygiene.HeldOut | None,
     config: ExportConfig,
-    check: Callable[[], None] = lambda: None,
+    check_lock: Callable[[], None] = lambda: None,
 ) -> tuple[list[TaskResult], dict[str, int]]:
     """Compare the rows of all tasks; return the results without rows to drop, and the number of findings by kind.
 
-    ``directory``: of the tasks' files; None if they wrote none. ``check``: called before ``hygiene.jsonl`` is published
-    (``publish_cache``). Raises a DataError for ``--on-overlap fail``.
+    Raises a DataError for ``--on-overlap fail``.
+
+    Args:
+        directory: of the tasks' files; None if they wrote none.
+        check_lock: raises a MismatchError if this run has lost the directory's lock.
     """
     results = [replace(result, splits=dict(result.splits), drops=list(result.drops)) for result in results]
-    parts = [(split, *part) for split in (TRAIN_SPLIT, VAL_SPLIT) for part in _batches_of(directory, split, results)]
-    parts = [part for part in parts if "content" in part[-1].schema.names]  # an older packtool wrote no hashes
+    parts = _index_parts(directory, results)
     index = pa.Table.from_batches([batch for _, _, batch in parts], hygiene.HASHED_INDEX)
     counts, lines, drops = hygiene.compare(index, held_out, config)
-    path = storage.join(directory or "--output-dir", hygiene.FILE_NAME)
-    if directory and counts:
-        check()
+    path = storage.join(directory or "--output-dir", hygiene.FILE_NAME)  # the user's option in messages of a dry run
+    if directory is not None and counts:
+        check_lock()
         storage.publish(path, "".join(lines).encode())
     hygiene.refuse_overlaps(config, counts, path)
-    # The index joins the parts, and drops are in its order.
-    starts = np.cumsum([0, *(len(batch) for _, _, batch in parts)]).tolist()
-    for number, drops_of_part in groupby(drops, key=lambda drop: bisect_right(starts, drop[0]) - 1):
-        split, result, batch = parts[number]
-        firsts, rows = zip(*drops_of_part, strict=True)
-        result.splits[split] = result.splits[split].without(batch, [first - starts[number] for first in firsts])
-        result.counts += InputCounts.total(map(InputCounts.of_dropped, rows))
-        result.drops += [row.to_json() for row in rows]
+    _drop_rows(parts, drops)
     return results, counts
 
 
+_IndexPart = tuple[str, TaskResult, pa.RecordBatch]
+"""A split, the result of a task, and a batch of the task's part of the split's index."""
+
+
+def _index_parts(directory: str | None, results: Sequence[TaskResult]) -> list[_IndexPart]:
+    """Return the parts of the index that have hashes of rows; those of an older packtool have none."""
+    parts = []
+    for split in (TRAIN_SPLIT, VAL_SPLIT):
+        for result, batch in _batches_of(directory, split, results):
+            if "content" in batch.schema.names:
+                parts.append((split, result, batch))
+    return parts
+
+
+def _drop_rows(parts: Sequence[_IndexPart], drops: Sequence[tuple[int, Dropped]]) -> None:
+    """Drop rows from the results of their tasks, in place.
+
+    ``drops``: position of the row's first sample in the joined ``parts``, ascending, and the reason.
+    """
+    positions = np.array([position for position, _ in drops], np.int64)
+    part_start = 0
+    for split, result, batch in parts:
+        part_stop = part_start + len(batch)
+        low, high = np.searchsorted(positions, [part_start, part_stop])
+        if low < high:
+            first_samples = positions[low:high] - part_start
+            rows = [row for _, row in drops[low:high]]
+            result.splits[split] = result.splits[split].without(batch, first_samples)
+            result.counts += InputCounts.total(map(InputCounts.of_dropped, rows))
+            result.drops += [row.to_json() for row in rows]
+        part_start = part_stop
+
+
 def publish_cache(
-    directory: str, manifest: Manifest, results: Sequence[TaskResult], check: Callable[[], None], has_parts: bool
+    directory: str, manifest: Manifest, results: Sequence[TaskResult], check_lock: Callable[[], None], has_parts: bool
 ) -> None:
     """Merge the tasks' files, write the manifest as the last file, and remove ``.tasks``.
 
     Args:
-        check: raises a MismatchError if this run has lost the directory's lock.
+        check_lock: raises a MismatchError if this run has lost the directory's lock.
         has_parts: rows may become several samples, so that shards have the columns ``PARTS``.
     """
     splits = {}
@@ -409,19 +437,24 @@ def publish_cache(
         index_sha256 = _merge_index(directory, split, manifest.channels, results)
         prefixes_sha256 = _merge_prefixes(directory, split, results)
         splits[split] = replace(info, index_sha256=index_sha256, prefixes_sha256=prefixes_sha256)
-        # Two more files make the folder readable by datasets.load_from_disk.
-        folder = storage.join(directory, split)
-        storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
-        state = dataset_state([shard.file for shard in info.shards], split, f"{manifest.fingerprint}-{split}")
-        storage.publish(storage.join(folder, "state.json"), state)
+        _write_dataset_files(directory, manifest, split, has_parts)
     merge_dropped(directory, results)
     check_written(directory, results)
-    check()
+    check_lock()
     manifest = replace(manifest, splits=splits)
     if not storage.publish_new(storage.join(directory, MANIFEST_NAME), manifest.to_json()):
         message = f"{directory}: another export published a cache there at the same time"
         raise MismatchError(message, "Give each export an --output-dir of its own.")
     remove_leftovers(directory, manifest)
+
+
+def _write_dataset_files(directory: str, manifest: Manifest, split: str, has_parts: bool) -> None:
+    """Write the two files that make the folder of a split readable by ``datasets.load_from_disk``."""
+    folder = storage.join(directory, split)
+    shard_files = [shard.file for shard in manifest.splits[split].shards]
+    storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
+    state = dataset_state(shard_files, split, f"{manifest.fingerprint}-{split}")
+    storage.publish(storage.join(folder, "state.json"), state)
 
 
 def _merge_index(directory: str, split: str, channels: Sequence[str], results: Sequence[TaskResult]) -> str:
@@ -482,19 +515,22 @@ def is_shard(path: str, state: storage.FileState | None, shard: SplitResult) -> 
 def _batches_of(
     directory: str | None, split: str, results: Sequence[TaskResult], *, of_prefixes: bool = False
 ) -> Iterator[tuple[TaskResult, pa.RecordBatch]]:
-    """Yield the record batches of the tasks' parts of a split's index or prefixes, each with its task's result.
+    """Yield each task's result with the batches of its index of a split, or of its prefixes, without dropped samples.
 
-    Samples that are left out are missing. ``directory`` is None for tasks that wrote nothing.
+    ``directory`` is None for tasks that wrote nothing: their results contain the index.
     """
-    suffix = f"{split}.prefixes.arrow" if of_prefixes else f"{split}.arrow"
     for result in results:
         split_result = result.splits.get(split)
         if split_result is None:
             continue
-        sha256 = split_result.prefixes_sha256 if of_prefixes else split_result.index_sha256
-        data = result.indexes.get(split, b"")
-        if directory is not None:
-            data = _read_task_file(task_file(directory, result.number, suffix), sha256)
+        if directory is None:
+            data = result.indexes[split]
+        elif of_prefixes:
+            path = task_file(directory, result.number, f"{split}.prefixes.arrow")
+            data = _read_task_file(path, split_result.prefixes_sha256)
+        else:
+            path = task_file(directory, result.number, f"{split}.arrow")
+            data = _read_task_file(path, split_result.index_sha256)
         for batch in pa.ipc.open_stream(data):
             yield result, without_samples(batch, split_result.left_out)
 

@@ -123,11 +123,11 @@ class SplitResult:
     lengths: dict[int, int] = field(default_factory=dict)
     left_out: list[int] = field(default_factory=list)
 
-    def without(self, index: pa.RecordBatch, firsts: Sequence[int]) -> SplitResult:
-        """Return the result without some rows, whose samples stay in the shard; ``firsts``: position of their first."""
+    def without(self, index: pa.RecordBatch, first_samples: npt.NDArray[np.int64]) -> SplitResult:
+        """Return the result without the rows with these first samples; the samples stay in the shard."""
         columns = {name: index.column(name).to_numpy(zero_copy_only=False) for name in _COUNTED}
         row = np.cumsum(columns["is_first"])  # of each sample
-        is_left_out = np.isin(row, row[np.asarray(firsts)])
+        is_left_out = np.isin(row, row[first_samples])
         columns = {name: column[~is_left_out] for name, column in columns.items()}
         lengths = dict(Counter(columns["length"].tolist()))
         left_out = np.flatnonzero(is_left_out).tolist()

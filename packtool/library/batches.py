@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import lru_cache, partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
@@ -18,6 +17,7 @@ from packtool.batch.batch import Batch
 from packtool.batch.dataset import MicroBatches, load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.config.data import AccessOptions, MediaCacheOptions
+from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError, did_you_mean
 from packtool.launch.world import World
@@ -127,13 +127,12 @@ class Batches(Dataset[dict[str, Any]]):
             min_shared=self._caches.min_shared,
             pad_to_multiple_of=self._run.length_multiple,
         )
-        self._planned_epoch = lru_cache(maxsize=2)(self._plan_epoch)  # two, for steps around the end of an epoch
-        # Micro-batches are numbered from the step at which packs were last assigned to ranks.
-        self._first_step = self._run.state.all_assignments[-1].first_step
+        self._planned_epoch = lru_cache(maxsize=2)(self._compute_epoch)  # two, for steps around the end of an epoch
+        self._first_step = self._run.state.all_assignments[-1].first_step  # of micro-batch 0
         self._first_epoch, _ = self._timeline.locate(self._first_step)
-        self._epoch_offsets, self._epoch_starts, self.micro_batches_per_step = self._count_micro_batches()
-        self._first_number = 0  # of the micro-batch with which the next iteration starts
-        self._num_returned = 0  # number of micro-batches up to the last one that an iteration returned
+        self._count_micro_batches()
+        self._start_number = 0  # of the micro-batch with which the next iteration starts
+        self._num_returned = 0  # number of the micro-batch after the one that was returned last
 
     @property
     def num_steps(self) -> int:
@@ -163,8 +162,8 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the micro-batches from the position of ``load_state_dict`` on, else from the first."""
-        self._num_returned = self._first_number
-        numbers = range(self._first_number, len(self))
+        self._num_returned = self._start_number
+        numbers = range(self._start_number, len(self))
         batches = load_micro_batches(
             self._tensors,
             map(self._micro_batch, numbers),
@@ -177,20 +176,19 @@ class Batches(Dataset[dict[str, Any]]):
                 warnings.warn(f"media_cache: nothing more is added to the cache: {problem}", stacklevel=2)
             moved = batch if self.device is None else batch.to(self.device, non_blocking=True)
             yield self._model_kwargs(number, moved)
-        self._first_number = 0
+        self._start_number = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the last iteration and a description of its plan, in numbers and text.
 
         It is the same on all ranks.
         """
-        step, ends_step = self._first_step, True
+        num_steps_done, ends_step = self._first_step, True
         if self._num_returned:
-            epoch, epoch_step, _, micro_batch = self._locate(self._num_returned - 1)
-            ends_step = micro_batch + 1 == self._num_micro_batches(epoch, epoch_step)
-            step = self._epoch_starts[epoch - self._first_epoch] + epoch_step + (1 if ends_step else 0)
+            last_step, ends_step = self._step_of(self._num_returned - 1)
+            num_steps_done = last_step + 1 if ends_step else last_step
         position = {"micro_batch": self._num_returned, "of_all_ranks": self.rank == "all", "ends_step": ends_step}
-        run = asdict(replace(self._run.state, step=step))
+        run = asdict(replace(self._run.state, step=num_steps_done))
         run["assignments"] = tuple(map(tuple, run["assignments"]))  # plain, for ``torch.load`` with ``weights_only``
         return {**position, "run": run}
 
@@ -201,21 +199,14 @@ class Batches(Dataset[dict[str, Any]]):
             MismatchError: if the state belongs to another plan or other caches, or was taken within a step and the
                 number of ranks has changed.
         """
-        try:
-            assignments = tuple(Assignment(*each) for each in state["run"]["assignments"])  # JSON makes lists of tuples
-            saved_run = RunState(**{**state["run"], "assignments": assignments})
-            micro_batch = int(state["micro_batch"])
-            counts_all_ranks = bool(state["of_all_ranks"])
-            ends_step = bool(state["ends_step"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
-        own_run = replace(self._run.state, assignments=())  # as planned, whatever state was loaded before
-        # With another number of ranks, the remaining packs are assigned again, which is possible between two steps.
-        is_reassigned = own_run.needs_reassignment(saved_run)
+        saved_run, num_returned, counts_all_ranks, ends_step = _parse_state(state)
+        own_run = self._run.state
         try:
             own_run.check_continues("this state", saved_run)
         except MismatchError as error:
             raise MismatchError(error.message, "Create plan and batches with the same options as then.") from None
+        # With another number of ranks, the remaining packs are assigned again, which is possible between two steps.
+        is_reassigned = own_run.needs_reassignment(saved_run)
         if not is_reassigned and counts_all_ranks != (self.rank == "all"):
             raise MismatchError(
                 'either this state or these batches count those of all ranks (rank="all"), but not both',
@@ -227,34 +218,28 @@ class Batches(Dataset[dict[str, Any]]):
                 f"another number of ranks: {saved_run.world_size} then, {own_run.world_size} now",
                 'Take states where batch["targets"].ends_step is true.',
             )
-        if is_reassigned or saved_run.assignments != self._run.state.assignments:
+        if is_reassigned or saved_run.assignments != own_run.assignments:
             self._prepare(saved_run)
-        self._first_number = 0 if is_reassigned else micro_batch  # reassigned micro-batches have new numbers
-        self._num_returned = self._first_number
+        self._start_number = 0 if is_reassigned else num_returned  # reassigned micro-batches have new numbers
+        self._num_returned = self._start_number
 
-    def _count_micro_batches(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
+    def _count_micro_batches(self) -> None:
         """Count the micro-batches of one rank in the E epochs of the run, from ``_first_step`` on.
 
-        Returns:
-            the number of micro-batches before each epoch and in total, int64 (E + 1,); the first step of each epoch,
-            and the step after the last epoch; and the maximum number of micro-batches in a step.
+        Sets ``_epoch_offsets``, int64 (E + 1,): micro-batches before each epoch and in total; ``_epoch_starts``: first
+        step by epoch; and ``micro_batches_per_step``.
         """
-        epoch_offsets = [0]
-        epoch_starts = [self._first_step]
-        max_per_step = 1
-        for epoch in count(self._first_epoch):
-            first_step = epoch_starts[-1]
-            end_of_epoch = self._timeline.span_at(first_step).stop_step
-            stop_step = min(end_of_epoch, self.num_steps)
-            steps = self._steps_of_epoch(epoch)
+        self._epoch_starts: dict[int, int] = {}
+        self.micro_batches_per_step = 1
+        epoch_sizes = []
+        for span in self._timeline.spans(self._first_step):
+            steps = self._steps_of_epoch(span.epoch)
             # ``step_offsets`` counts the micro-batches of all ranks, and all have equally many.
-            step_offsets = steps.step_offsets[: stop_step - first_step + 1] // steps.world_size
-            epoch_offsets.append(epoch_offsets[-1] + int(step_offsets[-1]))
-            epoch_starts.append(stop_step)
-            max_per_step = max(max_per_step, int(np.diff(step_offsets).max(initial=1)))
-            if stop_step == self.num_steps:
-                break
-        return np.array(epoch_offsets, np.int64), epoch_starts, max_per_step
+            step_sizes = np.diff(steps.step_offsets)[: span.num_steps] // steps.world_size
+            epoch_sizes.append(step_sizes.sum())
+            self._epoch_starts[span.epoch] = span.first_step
+            self.micro_batches_per_step = max(self.micro_batches_per_step, int(step_sizes.max()))
+        self._epoch_offsets = np.cumsum([0, *epoch_sizes], dtype=np.int64)
 
     def _steps_of_epoch(self, epoch: int) -> StepPlan:
         """Return steps with as many micro-batches as those of an epoch; plans only epochs that may differ from others.
@@ -275,7 +260,7 @@ class Batches(Dataset[dict[str, Any]]):
         planned, _ = self._planned_epoch(epoch)
         return planned.plan.steps.num_micro_batches(step)
 
-    def _plan_epoch(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
+    def _compute_epoch(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """Return the micro-batches of an epoch, and the divisor of the loss in each of its steps, (S,)."""
         plan = self._timeline.plan_of(epoch)
         return self._caches.planned_epoch(plan, epoch), units_per_step(plan, self._caches.figures)
@@ -295,6 +280,12 @@ class Batches(Dataset[dict[str, Any]]):
         step = int(np.searchsorted(step_offsets, number_in_epoch, side="right")) - 1
         return epoch, step, self.rank, number_in_epoch - int(step_offsets[step])
 
+    def _step_of(self, number: int) -> tuple[int, bool]:
+        """Return the step of the run with a micro-batch, and whether this is the rank's last one in the step."""
+        epoch, step_in_epoch, _rank, micro_batch = self._locate(number)
+        is_last = micro_batch + 1 == self._num_micro_batches(epoch, step_in_epoch)
+        return self._epoch_starts[epoch] + step_in_epoch, is_last
+
     def _micro_batch(self, number: int) -> MicroBatch:
         """Return a micro-batch as the samples to read; an empty one after the last of a smaller step."""
         epoch, step, rank, micro_batch = self._locate(number)
@@ -304,25 +295,25 @@ class Batches(Dataset[dict[str, Any]]):
 
     def _model_kwargs(self, number: int, batch: Batch) -> dict[str, Any]:
         """Return collated micro-batch ``number`` as keyword arguments of the model, with the targets of its loss."""
-        epoch, step_in_epoch, _, micro_batch = self._locate(number)
+        epoch, step_in_epoch, *_ = self._locate(number)
         _, loss_divisors = self._planned_epoch(epoch)
+        step, ends_step = self._step_of(number)
+        shifted_labels = batch.labels  # the label of a token is the next token, and the last label is -100
         targets = Targets(
-            labels=batch.labels,
+            labels=shifted_labels,
             weights=batch.loss_weights,
             positions=label_positions(batch),
             num_targets=batch.num_target_tokens,
-            num_items=int(loss_divisors[step_in_epoch]),  # the divisor of the whole step, not of this micro-batch
+            num_items=int(loss_divisors[step_in_epoch]),
             world_size=self.plan.world_size,
-            step=self._epoch_starts[epoch - self._first_epoch] + step_in_epoch,
-            ends_step=micro_batch + 1 == self._num_micro_batches(epoch, step_in_epoch),
+            step=step,
+            ends_step=ends_step,
         )
         return {
             **batch.model_inputs(),
             "logits_to_keep": targets.positions,
-            # ``batch.labels`` are shifted: the label of a token is the next token, and the last label is -100. Rolling
-            # gives each token its own label, and the first one -100.
-            "labels": batch.labels.roll(1, dims=1),
-            "shift_labels": batch.labels,
+            "labels": shifted_labels.roll(1, dims=1),  # not shifted: the last label, -100, becomes the first
+            "shift_labels": shifted_labels,
             "targets": targets,
         }
 
@@ -333,6 +324,16 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __setstate__(self, resume_state: RunState) -> None:
         self._prepare(resume_state)
+
+
+def _parse_state(state: Mapping[str, Any]) -> tuple[RunState, int, bool, bool]:
+    """Return run, ``micro_batch``, ``of_all_ranks`` and ``ends_step`` of a result of ``Batches.state_dict``."""
+    try:
+        assignments = tuple(Assignment(*each) for each in state["run"]["assignments"])  # JSON makes lists of tuples
+        run = RunState(**{**state["run"], "assignments": assignments})
+        return run, int(state["micro_batch"]), bool(state["of_all_ranks"]), bool(state["ends_step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
 
 
 def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
@@ -349,21 +350,30 @@ def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> 
             f"in this plan {config.sequence_parallel_ranks} processes share each pack, which Batches does not support",
             "Plan without sequence_parallel_size, or use packtool train.",
         )
-    _check_options(options)
-    if plan.preview.inputs.stages and options.get("max_steps", config.max_steps) != config.max_steps:
-        raise ConfigError(
-            f"max_steps={options['max_steps']}: the plan has stages, whose lengths depend on max_steps",
-            "Pass the same max_steps to packtool.plan.",
-        )
-    train_names = {field.name for field in fields(TrainConfig)}
-    plan_defaults = {field.name: field.default for field in fields(config) if field.name in train_names}
-    settings = {name: getattr(config, name) for name, value in plan_defaults.items() if getattr(config, name) != value}
-    settings["model"] = model or config.model or str(reader.manifests[0].identity.spec["model"])
-    settings |= {"output_dir": "", "eval_strategy": "no", **options}  # batches write nothing and evaluate nothing
+    _check_options(plan, options)
+    model_of_cache = str(reader.manifests[0].identity.spec["model"])
+    settings = {
+        **_changed_settings(config),
+        "model": model or config.model or model_of_cache,
+        "output_dir": "",  # batches write nothing and evaluate nothing
+        "eval_strategy": "no",
+        **options,
+    }
     return settings_of(TrainConfig, settings)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _changed_settings(config: PlanConfig) -> dict[str, Any]:
+    """Return the options of a plan that are not at their defaults, without those that training does not have."""
+    train_names = {field.name for field in fields(TrainConfig)}
+    settings = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in train_names and value != field.default:
+            settings[field.name] = value
+    return settings
+
+
+def _check_options(plan: Plan, options: Mapping[str, Any]) -> None:
     """Raise a ConfigError that names the options which need the training loop, or else those that are unknown."""
     problems = [f"{name} is not supported here: {reason}" for name, reason in _TRAIN_ONLY.items() if name in options]
     if not problems:
@@ -371,6 +381,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
         problems = [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown_names]
     if problems:
         raise ConfigError.from_problems(problems)
+    if plan.preview.inputs.stages and "max_steps" in options and options["max_steps"] != plan.config.max_steps:
+        raise ConfigError(
+            f"max_steps={options['max_steps']}: the plan has stages, whose lengths depend on max_steps",
+            "Pass the same max_steps to packtool.plan.",
+        )
 
 
 def _rank_in_plan(plan: Plan, rank: int | Literal["all"] | None) -> int | Literal["all"]:

@@ -110,9 +110,9 @@ def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto
     untyped_model = cast(Any, model)
     # Some classes set it to False, and the Trainer would not pass num_items_in_batch.
     untyped_model.accepts_loss_kwargs = True
-    loss_function = untyped_model.loss_function  # a partial of _model_loss if this function was called before
-    is_prepared = getattr(loss_function, "func", None) is _model_loss
-    if not is_prepared:
+    loss_function = untyped_model.loss_function
+    was_prepared_before = isinstance(loss_function, partial) and loss_function.func is _model_loss
+    if not was_prepared_before:
         untyped_model.loss_function = partial(_model_loss, loss_function)
     return model
 
@@ -137,25 +137,27 @@ def _model_loss(
 
 
 def _contribution(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
-    """Return a micro-batch's contribution to the mean loss of its step, times ``world_size``; 0-d.
+    """Return a micro-batch's part of the mean loss of its step, times ``world_size``, by which trainers divide; 0-d."""
+    total = _loss_sum(targets, logits)
+    return StepMean(targets.num_items, world_size).contribution(total)
 
-    Args:
-        logits: at all positions, (B, T, vocabulary), or only at the P ``targets.positions``, (B, P, vocabulary).
+
+def _loss_sum(targets: Targets, logits: Tensor) -> Tensor:
+    """Return the weighted sum of the losses of a micro-batch's targets, 0-d.
+
+    ``logits``: (B, T, vocabulary), or only at the P ``targets.positions``, (B, P, vocabulary).
     """
     labels, weights = targets.labels, targets.weights
-    has_selected_logits = logits.shape[:2] != labels.shape
-    if has_selected_logits:
+    is_complete = logits.shape[:2] == labels.shape
+    if not is_complete:
         labels = labels[:, targets.positions]
         weights = None if weights is None else weights[:, targets.positions]
     if logits.shape[:2] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not belong to labels {tuple(targets.labels.shape)}")
-    flat_logits = logits.float().flatten(0, 1)
-    flat_labels = labels.flatten()
+    flat_logits, flat_labels = logits.float().flatten(0, 1), labels.flatten()
     if targets.num_targets == 0:
-        total = flat_logits.sum() * 0.0  # 0, but differentiable: all ranks need a backward pass
-    elif weights is None:
-        total = F.cross_entropy(flat_logits, flat_labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    else:
-        losses = F.cross_entropy(flat_logits, flat_labels, ignore_index=IGNORE_INDEX, reduction="none")
-        total = (losses * weights.flatten()).sum()
-    return StepMean(targets.num_items, world_size).contribution(total)
+        return flat_logits.sum() * 0.0  # 0, but differentiable: all ranks need a backward pass
+    if weights is None:
+        return F.cross_entropy(flat_logits, flat_labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    losses = F.cross_entropy(flat_logits, flat_labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return (losses * weights.flatten()).sum()

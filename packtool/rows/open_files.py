@@ -233,17 +233,18 @@ def check_encoding(path: str, head: bytes) -> None:
     rows are invalid; these rows are dropped later.
     """
     head = head[:_HEAD_BYTES]
-    if b"\0" not in head and _is_utf8(head):
+    if b"\0" not in head and _is_utf8(head):  # the usual case
         return
-    mark_name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None)
-    utf_name = mark_name or _utf_by_zeros(head)
-    if utf_name is None and _is_mostly_utf8(head):
+    encoding = _utf_by_mark(head) or _utf_by_zeros(head)
+    if encoding is not None:
+        problem, hint = f"the file is {encoding}", ""
+    elif _is_mostly_utf8(head):
         return
-    name = utf_name or _probable_encoding(head)
-    remedy = f"Convert the file: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
-    if utf_name is None:
-        remedy += " (file -i FILE may identify the encoding)"
-    problem = f"the file is {name}" if utf_name else f"most rows are not UTF-8; the encoding may be {name}"
+    else:
+        encoding = _probable_encoding(head)
+        problem = f"most rows are not UTF-8; the encoding may be {encoding}"
+        hint = " (file -i FILE may identify the encoding)"
+    remedy = f"Convert the file: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE{hint}"
     raise DataError(f"{path}: {problem}. Rows must be UTF-8", remedy)
 
 
@@ -259,6 +260,11 @@ def _is_mostly_utf8(head: bytes) -> bool:
     rows = [row for row in _ROW_ENDS.split(head) if row.strip()]
     num_broken = sum(not _is_utf8(row) for row in rows)
     return num_broken < _MIN_BROKEN_ROWS or 2 * num_broken <= len(rows)
+
+
+def _utf_by_mark(head: bytes) -> str | None:
+    """Return the name of UTF-16 or UTF-32 text with a byte order mark; else None."""
+    return next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None)
 
 
 def _utf_by_zeros(head: bytes) -> str | None:

@@ -118,14 +118,12 @@ def scan_sources(
     for spec in specs:
         with closing(_Scanner(spec)) as scanner:
             blocks = RowBlocks.of(scanner.blocks)  # reads the file to its end, as the digest requires
-            digest = scanner.digest()
-        source = scanner.detect_form(blocks)
-        scanned.append(ScannedSource(spec, source, digest, blocks))
-        report(scanned[-1])
-    # Consecutive sources of one argument have the same group: a sample is drawn from all of them together.
+            source = ScannedSource(spec, scanner.detect_form(blocks), scanner.digest(), blocks)
+        scanned.append(source)
+        report(source)
     sampled: list[ScannedSource] = []
-    for _, members in groupby(scanned, key=lambda item: item.spec.group):
-        sampled += _sampled(list(members), seed)
+    for _, members in groupby(scanned, key=lambda source: source.spec.group):
+        sampled += _sampled(list(members), seed)  # draws from all files of an argument together
     return sampled
 
 
@@ -236,34 +234,37 @@ class _Scanner:
         return self._digest if self._file is None else self._file.digest
 
     def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
-        """Return the source with the form of the first block that has usable rows; with no form if none has.
+        """Return the source with the form of its first usable rows (a key of ``FORMS``); without one if it has none.
 
-        ``blocks`` are all blocks of the file from its first one on; only the needed ones are taken.
+        ``blocks`` are all blocks of the file; only the needed ones are taken.
         """
         source = self._source
-        head, self._head = self._head, b""
         if source.kind == "txt":
-            form, columns = detect([{"text": ""}], (), None, source.label)
+            form, columns = detect([{"text": ""}], (), None, source.label)  # every line becomes such a row
             return source.replaced(form=form, columns=columns)
         try:
             for block in blocks:
-                is_in_memory = block.stop <= len(head)
-                text = head[block.start : block.stop] if is_in_memory else b""
-                numbered_rows = PARSERS[source.kind](source, block, text) if text else read_block(source, block)
+                if block.stop <= len(self._head):
+                    text = self._head[block.start : block.stop]
+                    may_have_marks = any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS)
+                    numbered_rows = PARSERS[source.kind](source, block, text)
+                else:
+                    may_have_marks = True
+                    numbered_rows = read_block(source, block)
                 rows = [row for _, row in numbered_rows if isinstance(row, dict)]
                 if rows:
-                    return self._source_with_form(rows, text)
+                    return self._source_with_form(rows, may_have_marks)
             return source
         finally:
-            close_readers()  # worker processes open their own
+            self._head = b""  # frees its memory
+            close_readers()  # of this process; workers open their own
 
-    def _source_with_form(self, rows: Sequence[Mapping[str, Any]], text: bytes) -> Source:
-        """Return the source with the form of its first rows, and check these; ``text``: their bytes, b"" if unknown."""
+    def _source_with_form(self, rows: Sequence[Mapping[str, Any]], may_have_marks: bool) -> Source:
+        """Return the source with the form of its first rows, after a check of rows that may have media placeholders."""
         form, columns = detect(rows, self._spec.columns, self._spec.formatting, self._source.label)
         holds_media = any(could_hold_media(row, columns) for row in rows)
         source = self._source.replaced(form=form, columns=columns, holds_media=holds_media)
-        may_have_marks = not text or any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS)
-        if may_have_marks:  # the check converts rows, so text without marks skips it
+        if may_have_marks:
             check_first_rows(rows, source)
         return source
 

@@ -130,23 +130,27 @@ class TableReader:
     def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter."""
         group_start, batches_from_group = self._batches_from(start)
-        has_read_past = start < self._batch_start
-        has_read_group = group_start < self._batch_stop
-        if self._batch is None or has_read_past or not has_read_group:  # else continue from the last batch
+        # Continue from the last batch, unless the rows are before it or in a later row group.
+        can_continue = self._batch_start <= start and group_start < self._batch_stop
+        if self._batch is None or not can_continue:
             self._batches_after, self._batch = batches_from_group, None
             self._batch_start = self._batch_stop = group_start
         while start < stop:
-            if self._batch is None or start >= self._batch_stop:  # rows before ``start`` are skipped batch by batch
-                with self._data_errors():
-                    self._batch = next(self._batches_after, None)
-                if self._batch is None:
-                    raise changed_error(self._source, f"it ends at row {self._batch_stop}")
-                self._batch_start = self._batch_stop
-                self._batch_stop += self._batch.num_rows
-                continue
+            while self._batch is None or start >= self._batch_stop:
+                self._batch = self._next_batch()
             batch = self._batch.slice(start - self._batch_start, stop - start)
             yield batch
             start += batch.num_rows
+
+    def _next_batch(self) -> pa.RecordBatch:
+        """Read the batch after ``_batch``, and set the range of its rows."""
+        with self._data_errors():
+            batch = next(self._batches_after, None)
+        if batch is None:
+            raise changed_error(self._source, f"it ends at row {self._batch_stop}")
+        self._batch_start = self._batch_stop
+        self._batch_stop += batch.num_rows
+        return batch
 
     def close(self) -> None:
         self._batches_after, self._batch = iter(()), None
@@ -350,22 +354,25 @@ class MegatronReader:
             raise changed_error(self._source, f"it ends at document {self._num_documents}")
         if start == stop:
             return []
-        # The index has three arrays: sizes (4 bytes) and offsets (8) of the sequences, and borders of documents (8).
-        num_sequences = self._num_sequences
-        borders_start = (4 + 8) * num_sequences
-        borders = self._index_numbers(borders_start + 8 * start, stop - start + 1, "<i8")
-        first_sequence, stop_sequence = int(borders[0]), int(borders[-1])
-        if first_sequence < 0 or stop_sequence > num_sequences or (np.diff(borders) < 0).any():
-            raise self._index_error(f"documents {start} to {stop} are outside of its {num_sequences} sequences")
-        sequences = self._sequences(first_sequence, stop_sequence)
+        borders = self._document_borders(start, stop)
+        sequences = self._sequences(borders[0], borders[-1])
         documents = []
-        no_tokens = np.zeros(0, self._token_type)
-        for begin, end in pairwise((borders - first_sequence).tolist()):
-            if end == begin + 1:  # a single sequence, which is not copied
-                documents.append(sequences[begin])
+        for begin, end in pairwise(borders):
+            parts = sequences[begin - borders[0] : end - borders[0]]
+            if len(parts) == 1:  # not copied
+                documents.append(parts[0])
             else:  # several sequences, or none
-                documents.append(np.concatenate([no_tokens, *sequences[begin:end]]))
+                documents.append(np.concatenate([np.zeros(0, self._token_type), *parts]))
         return documents
+
+    def _document_borders(self, start: int, stop: int) -> list[int]:
+        """Return the first sequence of each of the documents [start, stop), and the sequence after the last one."""
+        num_sequences = self._num_sequences
+        offset = (4 + 8) * num_sequences + 8 * start  # after the sizes (4 bytes) and offsets (8) of all sequences
+        borders = self._index_numbers(offset, stop - start + 1, "<i8")
+        if borders[0] < 0 or borders[-1] > num_sequences or (np.diff(borders) < 0).any():
+            raise self._index_error(f"documents {start} to {stop} are outside of its {num_sequences} sequences")
+        return [int(border) for border in borders]
 
     def _sequences(self, first: int, stop: int) -> list[npt.NDArray[Any]]:
         """Return the tokens of sequences [first, stop), each (L,)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -33,9 +32,8 @@ _REFUSED_LOCATIONS = {
     "om_hub_url": "the openMind hub is not supported; download the dataset and set file_name to its path",
     "script_url": "loading scripts are not supported; save the script's rows as .jsonl and set file_name to that path",
 }
-_SELECTION_KEYS = ("subset", "split", "folder")
 _PROMPT_FORMAT_KEYS = ("prompt_format", "prompt_format_without_input")
-_TEXT_KEYS = (*_LOCATION_KEYS, *_SELECTION_KEYS, "loss_scale", "system", *_PROMPT_FORMAT_KEYS)
+_TEXT_KEYS = (*_LOCATION_KEYS, "subset", "split", "folder", "loss_scale", "system", *_PROMPT_FORMAT_KEYS)
 # LLaMA-Factory's file_sha1 is ignored. loss_scale, system and prompt formats are only in packtool.
 _ENTRY_KEYS = (*_TEXT_KEYS, "formatting", "ranking", "num_samples", "columns", "tags", "file_sha1")
 _TAG_KEYS = (*TAG_NAMES, "role_tag", "content_tag")
@@ -165,19 +163,19 @@ def _prompt_format_problems(entry: Mapping[str, Any]) -> list[str]:
 def _location_problems(entry: Mapping[str, Any]) -> list[str]:
     """Check the location, split, subset and folder."""
     key = _location_key(entry)
-    problems: list[str] = []
+    problems = []
     if not key:
         problems.append(" needs one of file_name, cloud_file_name, hf_hub_url and ms_hub_url")
     if key in _REFUSED_LOCATIONS:
         problems.append(f" has {key}: {_REFUSED_LOCATIONS[key]}")
-    if key in ("cloud_file_name", "file_name"):  # files have no splits but train
-        selected = {"subset": entry.get("subset"), "split": entry.get("split") if entry.get("split") != "train" else ""}
-        problems += [
-            f" has {name} {value!r}, which is only for datasets of a hub; remove {name} and set {key} to the files of "
-            f"that {name}"
-            for name, value in selected.items()
-            if value not in (None, "")
-        ]
+    if key in ("cloud_file_name", "file_name"):
+        for name, allowed in (("subset", (None, "")), ("split", (None, "", "train"))):
+            value = entry.get(name)
+            if value not in allowed:
+                problems.append(
+                    f" has {name} {value!r}, which is only for datasets of a hub; remove {name} and set {key} to the "
+                    f"files of that {name}"
+                )
     folder = entry.get("folder")
     if isinstance(folder, str) and (folder.startswith(("/", "~")) or ".." in folder.split("/")):
         problems.append(f" has folder {folder!r}: it must be a sub-directory of the dataset")
@@ -194,7 +192,7 @@ _OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
 
 
 def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSpec]:
-    """Return the files of rows in the order of the arguments, those of the val split last; or of ``--check-against``.
+    """Return the files of rows of ``--dataset``, then of ``--val-dataset``; with ``held_out`` of ``--check-against``.
 
     An argument is looked up as a name in ``--dataset-info``, a file or folder, a pattern, and an id of the hub. At its
     end, ``#1000``, ``#20%`` or ``#2.5x`` draws that number, fraction or multiple of its rows, and ``#first1000`` or
@@ -208,35 +206,35 @@ def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSp
     """
     info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False) if config.dataset_info else None
     common = _common_spec(config)
-    arguments = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
-    arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     if held_out:
         arguments = [(name, "--check-against", TRAIN_SPLIT) for name in config.check_against]
+    else:
+        arguments = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
+        arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     specs: list[SourceSpec] = []
     for group, (name, option, split) in enumerate(arguments):
         paths, spec_fields = _resolve(name, option, info, common)
-        if not config.per_dataset_loss_scale:  # ``--loss-scale`` applies to all
-            spec_fields["loss_scale"] = None
-        spec = replace(common, name=name, split=split, group=group, **spec_fields)
+        if not config.per_dataset_loss_scale:
+            spec_fields["loss_scale"] = None  # ``--loss-scale`` applies to all datasets
+        spec = common.replaced(name=name, split=split, group=group, **spec_fields)
         specs += [spec.replaced(path=path) for path in _outside_output(paths, config.output_dir)]
     return specs
 
 
 def _common_spec(config: ExportConfig) -> SourceSpec:
     """Return the settings of all sources; their paths, names, splits and groups are still missing."""
-    prompt_format = {"prompt_format": config.prompt_format}
-    for problem in _prompt_format_problems(prompt_format):
-        raise ConfigError(
-            f"--prompt-format{problem.removeprefix(': prompt_format')}",
-            "Correct the option, or remove it to use the chat template.",
-        )
+    entry = {"prompt_format": config.prompt_format}  # as in --dataset-info
+    problems = _prompt_format_problems(entry)
+    if problems:
+        problem = problems[0].removeprefix(": prompt_format")
+        raise ConfigError(f"--prompt-format{problem}", "Correct the option, or remove it to use the chat template.")
     return SourceSpec(
         path="",
         columns=_columns(config.columns),
         formatting=TOKENS if config.TAKES_TOKENS else None,
         media_root=config.media_root,
         system=config.system or None,
-        prompt_format=_prompt_format(prompt_format),
+        prompt_format=_prompt_format(entry),
         media_access=config.media_access,
         max_media_bytes=config.max_media_bytes,
         max_media_failures=config.max_media_failures,
@@ -257,15 +255,12 @@ def unread_splits(config: ExportConfig) -> list[str]:
     messages = []
     arguments = {storage.normalize(argument) for argument in (*config.dataset, *config.val_dataset)}
     for name in config.dataset:
-        path = name if _exists(name) else _without_amount(name)  # without "#1000", for example
+        path = name if _exists(name) else _without_amount(name)
         if not _exists(storage.join(path, _DICT_NAME)):
             continue
-        used_split, splits = _split_of(path, "--dataset")
-        unread = []
-        for split in dict.fromkeys(splits):
-            has_own_argument = storage.normalize(storage.join(path, split)) in arguments
-            if split != used_split and not has_own_argument:
-                unread.append(split)
+        used_split, all_splits = _split_of(path, "--dataset")
+        other_splits = [split for split in dict.fromkeys(all_splits) if split != used_split]
+        unread = [split for split in other_splits if storage.normalize(storage.join(path, split)) not in arguments]
         if unread:
             messages.append(
                 f"{storage.masked(path)}: only the split {used_split} is read, not {', '.join(unread)}; to use it for "
@@ -333,33 +328,32 @@ def _without_amount(name: str) -> str:
 
 def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, name: str) -> list[str]:
     """Return the files of dataset ``name``, an entry of ``info``; ``option`` is for messages."""
-    subset, split, folder = (entry.get(key) or None for key in _SELECTION_KEYS)
-    location_key = _location_key(entry)
-    if location_key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):
-        location_key = "ms_hub_url"
-    location = entry[location_key]
-    if location_key == "ms_hub_url":
+    key = _location_key(entry)
+    if key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):
+        key = "ms_hub_url"
+    location, folder = entry[key], entry.get("folder")
+    if key == "ms_hub_url":
         location = download(f"{option} {name}:", "dataset_snapshot_download", location)
-    if location_key in ("hf_hub_url", "ms_hub_url"):
-        return hub_files(location, subset, split, folder)
-    if location_key == "file_name":
+    if key in ("hf_hub_url", "ms_hub_url"):
+        return hub_files(location, entry.get("subset") or None, entry.get("split") or None, folder or None)
+    if key == "file_name":
         location = storage.join(storage.parent(info.path), location)
-    if folder is None:
-        return _files(location, option, info=None)
+    if not folder:
+        return _files(location, option)
     if not storage.is_directory(location):
         raise DataError(
             f"{option} {name}: its --dataset-info entry has the folder {folder!r}, but {storage.masked(location)} is "
             "not a directory",
             "Remove folder, or set file_name to a directory.",
         )
-    return _files(storage.join(location, folder), option, info=None)
+    return _files(storage.join(location, folder), option)
 
 
 def _exists(name: str) -> bool:
     return not name.startswith(HUB_PREFIX) and storage.exists(name)
 
 
-def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
+def _files(name: str, option: str, info: DatasetInfo | None = None) -> list[str]:
     """Return the files of a path, pattern or hub id; ``info`` is only used for the error if there are no files."""
     if _exists(name):
         path = storage.normalize(name)

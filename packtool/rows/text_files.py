@@ -16,6 +16,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -44,25 +45,24 @@ def find_lines(file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
 
     A line above ``max_bytes`` is not kept in memory and becomes a block of its own. Line numbers count blank lines.
     """
-    block_start = first_row = 0  # byte offset and line number at which the next block begins
-    chunk_start = chunk_row = 0  # byte offset and line number at which the chunk begins
+    start = first_row = 0  # byte offset and line number at which the next block begins
     for chunk in _chunks_of_lines(file, max_bytes):
         if isinstance(chunk, int):  # the size of a line that is too long
-            yield RowBlock(chunk_start, chunk_start + chunk, chunk_row, num_rows=1)
-            chunk_start += chunk
-            chunk_row += 1
-            block_start, first_row = chunk_start, chunk_row
+            yield RowBlock(start, start + chunk, first_row, num_rows=1)
+            start += chunk
+            first_row += 1
             continue
+        chunk_start = start
         line_ends, is_blank = _line_ends(chunk)
         for first_line in range(0, len(line_ends), BLOCK_ROWS):
-            stop_line = min(first_line + BLOCK_ROWS, len(line_ends))
-            num_rows = int(stop_line - first_line - is_blank[first_line:stop_line].sum())
-            block_stop = chunk_start + int(line_ends[stop_line - 1])
+            lines = slice(first_line, first_line + BLOCK_ROWS)
+            block_ends = line_ends[lines]
+            num_rows = len(block_ends) - int(np.count_nonzero(is_blank[lines]))
+            stop = chunk_start + int(block_ends[-1])
             if num_rows:
-                yield RowBlock(block_start, block_stop, first_row, num_rows)
-            block_start, first_row = block_stop, chunk_row + stop_line
-        chunk_start += len(chunk)
-        chunk_row += len(line_ends)
+                yield RowBlock(start, stop, first_row, num_rows)
+            start = stop
+            first_row += len(block_ends)
 
 
 def _line_ends(chunk: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -86,8 +86,8 @@ def _chunks_of_lines(file: HashedFile, max_bytes: int) -> Iterator[LinesOrSize]:
             yield chunk
             continue
         line_rest = file.readline(max_bytes)
-        is_too_long = len(line_rest) == max_bytes and not line_rest.endswith(b"\n")
-        if not is_too_long:
+        rest_is_too_long = len(line_rest) == max_bytes and not line_rest.endswith(b"\n")
+        if not rest_is_too_long:
             yield chunk + line_rest
             continue
         # Yield the lines before the one that is too long, then read to its end without keeping it.
@@ -157,20 +157,16 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
     An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
     DataError if the header is invalid or names a column twice.
     """
-    records = _records(_lines_of_chunks(_chunks_of_lines(file, max_bytes)), kind, max_bytes)
-    # The header is the first record that is not blank; the blocks begin after it.
-    header: list[str] = []
+    lines = _lines_of_chunks(_chunks_of_lines(file, max_bytes))
+    records = _records(lines, kind, max_bytes)
     header_stop = 0
     for num_bytes, fields in records:
         header_stop += num_bytes
         if isinstance(fields, str):  # an error message
             raise DataError(f"{path}: the header is invalid: {fields}", "The first line must name the columns.")
-        if fields:
-            header = fields
-            break
-    if not header:
-        return (), iter(())
-    return _column_names(path, header), _blocks(_row_ranges(records, header_stop))
+        if fields:  # the first record that is not blank is the header; the other records follow
+            return _column_names(path, fields), _blocks(_row_ranges(records, header_stop))
+    return (), iter(())
 
 
 def _column_names(path: str, header: Sequence[str]) -> tuple[str, ...]:
@@ -328,24 +324,25 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
 
 
 def _element_ranges(text: _JsonText, max_bytes: int) -> Iterator[_RowRange]:
-    """Yield the range of each element of an array, up to the separator after it; those above ``max_bytes`` are alone.
+    """Yield the range of each element of an array, up to the separator; one above ``max_bytes`` is a block of its own.
 
-    ``text`` is at first after the [ of the array, and at the end after its ].
+    Moves ``text`` from the beginning of the array, after its [, past its ].
     """
     text.skip_space()
-    is_empty = text.peek() == "]"
-    separator = text.take() if is_empty else ","
-    num_elements = 0
-    while separator == ",":
+    if text.peek() == "]":  # an empty array
+        text.take()
+        return
+    for number in count():
         start = text.bytes_read
-        text.skip_element(num_elements)
+        text.skip_element(number)
         is_too_long = text.bytes_read - start > max_bytes
-        num_elements += 1
         stop, separator = text.take_separator()
         if separator not in (",", "]"):
             detail = f"expected , or ] but found {separator!r}" if separator else "the file ends inside the array"
-            raise text.error(num_elements, detail)
+            raise text.error(number + 1, detail)
         yield start, stop, is_too_long
+        if separator == "]":
+            return
 
 
 def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:
@@ -420,26 +417,30 @@ class _JsonText:
             try:
                 _, end = self._json.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
-                # The element is invalid, or it continues after the text in memory. If it continues, the error is near
-                # the end of this text, except for an unterminated string, whose error is where the string begins.
-                is_near_end = error.pos + _MAX_TOKEN_CHARS > len(self._text)
-                may_continue = is_near_end or error.msg.startswith("Unterminated string")
-                if not may_continue:
-                    raise self.error(row, str(error)) from error
-                if len(self._text) - self._position > self._max_bytes:
+                if self._may_continue(error) and len(self._text) - self._position > self._max_bytes:
                     self._skip_unparsed(row)
                     return
-                if not self._read(num_bytes):
+                if not self._may_continue(error) or not self._read(num_bytes):
                     raise self.error(row, str(error)) from error
                 num_bytes *= 2  # the element is parsed again from its beginning: keep the number of attempts low
                 continue
             except (ValueError, RecursionError):  # too many digits, or nested too deep
                 self._skip_unparsed(row)
                 return
-            ends_with_text = end == len(self._text)  # then the element may be a number that continues
-            if not ends_with_text or not self._read(num_bytes):
-                self._position = min(end, len(self._text))  # ``_read`` drops the text before the element
+            if end < len(self._text):
+                self._position = end
                 return
+            # A number at the end of the text in memory may continue after it.
+            has_more_text = self._read(num_bytes)
+            if not has_more_text:
+                self._position = len(self._text)
+                return
+
+    def _may_continue(self, error: json.JSONDecodeError) -> bool:
+        """Return whether the element with an error may continue after the text in memory; otherwise it is invalid."""
+        is_near_end = error.pos + _MAX_TOKEN_CHARS > len(self._text)
+        # The error of an unterminated string is where the string begins.
+        return is_near_end or error.msg.startswith("Unterminated string")
 
     def _skip_unparsed(self, row: int) -> None:
         """Move past an element by its brackets and quotes alone, without keeping it in memory."""
@@ -452,18 +453,19 @@ class _JsonText:
             mark = self._find(_IN_STRINGS if is_in_string else _BRACKETS, row)
             self.take()
             if mark == "\\":  # skip the escaped character, which may be a quote
-                is_in_memory = bool(self.peek())
-                if not is_in_memory and not self._read(CHUNK_BYTES):
+                if not self.peek() and not self._read(CHUNK_BYTES):
                     raise self.error(row, "the file ends inside a string")
                 self.take()
             elif mark == '"':
                 is_in_string = not is_in_string
             else:
                 depth += 1 if mark in "[{" else -1
-            if depth == 0 and not is_in_string:
+            is_complete = depth == 0 and not is_in_string
+            if is_complete:
                 return
 
     def _find(self, marks: re.Pattern[str], row: int) -> str:
+        """Move to the next match of ``marks`` and return it."""
         while (match := marks.search(self._text, self._position)) is None:
             self._position = len(self._text)
             if not self._read(CHUNK_BYTES):

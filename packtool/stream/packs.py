@@ -200,8 +200,8 @@ class PackStream:
 
     def __init__(
         self,
-        specs: Sequence[SourceSpec],
-        spec: EncodeSpec,
+        sources: Sequence[SourceSpec],
+        encode_spec: EncodeSpec,
         options: StreamOptions,
         *,
         rank: int,
@@ -210,49 +210,52 @@ class PackStream:
         sharing: IntervalSharing | None = None,
         log: Callable[[Dropped], None],
     ) -> None:
-        self._specs, self._spec, self._options = specs, spec, options
+        self._sources, self._encode_spec, self._options = sources, encode_spec, options
         self._rank, self._world_size = rank, world_size
         self._sharing, self._log = sharing, log
-        # The state of the stream, which ``_state`` returns.
         state = start or StreamState()
+        self._num_packs_done = state.packs_done  # of the first interval, before ``start``
+        # The state of the stream, which ``_state`` returns.
         self.counts = state.counts
         self._interval = state.interval
-        self._num_packs_done = state.packs_done  # of this interval, before ``start``
         self._held_back = list(state.carried)  # samples that are packed again in the next interval
         self._buffer = list(state.shuffled)
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if state.random is not None:
             self._random.bit_generator.state = state.random
-        self._position = state.position  # before the block that is being read
+        self._position = state.position  # before the block that is being read; None before the first one
         self._num_read = state.num_taken  # samples of this block
         self._ended = state.ended
 
     def __iter__(self) -> Iterator[StreamedPack]:
         """Yield the packs of one interval after the other; a resumed stream begins after the packs done before."""
-        samples = self._shuffled(self._samples())  # its iteration updates the state that ``_state`` returns
-        num_packs_done = self._num_packs_done
+        samples = self._shuffled(self._samples())  # reading them changes the state of the stream
+        num_to_skip = self._num_packs_done
         while True:
             state_before = self._state()
             num_new_samples = self._options.packing_interval - len(self._held_back)
             interval = [*self._held_back, *islice(samples, num_new_samples)]
             if not interval:
                 return
-            plan, amounts = self._pack(interval)
-            samples_have_ended = len(interval) < self._options.packing_interval
-            held_back_packs = [] if samples_have_ended else _held_back_packs(plan, self._options)
-            self._held_back = [interval[i] for number in held_back_packs for i in plan.pack(number)]
-            self._interval += 1
-            pack_numbers = [number for number in range(plan.num_packs) if number not in held_back_packs]
-            for pack_number in pack_numbers[num_packs_done:]:
-                num_packs_done += 1
-                if num_packs_done < len(pack_numbers):
-                    # A stream resumed here packs this interval again and leaves out the packs that are done.
-                    state = replace(state_before, packs_done=num_packs_done)
-                else:
-                    state = self._state()  # a stream resumed here begins with the next interval
-                members = plan.pack(pack_number)  # positions in the interval, (samples of the pack,)
-                yield StreamedPack([interval[i] for i in members], state, amounts.select(members))
-            num_packs_done = 0  # only the first interval of a resumed stream has packs that were done before
+            packs = self._pack_interval(interval)
+            state_after = self._state()
+            for num_done, (pack_samples, amounts) in enumerate(packs, start=1):
+                if num_done > num_to_skip:
+                    # A stream resumed within an interval packs it again and skips the packs that are done.
+                    is_last = num_done == len(packs)
+                    state = state_after if is_last else replace(state_before, packs_done=num_done)
+                    yield StreamedPack(pack_samples, state, amounts)
+            num_to_skip = 0
+
+    def _pack_interval(self, interval: Sequence[EncodedSample]) -> list[tuple[list[EncodedSample], SampleAmounts]]:
+        """Return the samples and amounts of each pack of an interval, and hold back some packs for the next one."""
+        plan, amounts = self._pack(interval)
+        is_last_interval = len(interval) < self._options.packing_interval
+        held_back_packs = [] if is_last_interval else _held_back_packs(plan, self._options)
+        self._held_back = [interval[i] for number in held_back_packs for i in plan.pack(number)]
+        self._interval += 1
+        packs = [plan.pack(number) for number in range(plan.num_packs) if number not in held_back_packs]
+        return [([interval[i] for i in positions], amounts.select(positions)) for positions in packs]
 
     def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, SampleAmounts]:
         """Pack the samples of an interval; return the packs and the amounts that each sample adds."""
@@ -303,32 +306,33 @@ class PackStream:
         return buffer.pop()
 
     def _samples(self) -> Iterator[EncodedSample]:
-        """Yield the samples of this rank in the order of their rows, from the start or the resumed position on.
+        """Yield the samples of this rank in the order of their rows, from the current position on.
 
-        Keep ``_position``, ``_num_read`` and ``_ended`` up to date: where the next sample comes from.
+        Updates the position: ``_position``, ``_num_read`` and ``_ended``.
         """
         if self._ended:
             return
-        num_read_before = self._num_read  # samples of the first block that an interrupted stream has read
+        num_to_skip = self._num_read  # samples of the first block that were read before the stream was resumed
         for position, samples, dropped in self._encoded_blocks():
-            self._position, self._num_read = position, num_read_before
-            if not num_read_before:  # else the interrupted stream has counted the block's drops
+            self._position = position
+            self._num_read = num_to_skip
+            if num_to_skip == 0:  # else the block's drops were counted before
                 self._drop(dropped)
-            for sample in samples[num_read_before:]:
+            for sample in samples[num_to_skip:]:
                 self._num_read += 1
-                problem = self._exceeded_media_tokens(sample)
-                if problem is None:
+                drop = self._exceeded_media_tokens(sample)
+                if drop is None:
                     yield sample
                 else:
-                    self._drop([problem])
-            num_read_before = 0
+                    self._drop([drop])
+            num_to_skip = 0
         self._ended = True
 
     def _encoded_blocks(self) -> Iterator[EncodedBlock]:
         """Read and encode this rank's blocks from the current position on."""
         options = self._options
         blocks = blocks_of_rank(
-            self._specs,
+            self._sources,
             rank=self._rank,
             world_size=self._world_size,
             num_epochs=options.num_epochs,
@@ -339,7 +343,7 @@ class PackStream:
         # While the packs of an interval are trained, the samples of the next interval are encoded.
         blocks_per_interval = math.ceil(options.packing_interval / BLOCK_ROWS)
         num_ahead = 2 * options.dataset_num_proc + blocks_per_interval
-        return encoded_blocks(blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead)
+        return encoded_blocks(blocks, self._encode_spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead)
 
     def _exceeded_media_tokens(self, sample: EncodedSample) -> Dropped | None:
         """Return the reason to drop a sample with more media tokens than a pack may hold; None to keep it."""
@@ -361,20 +365,21 @@ class PackStream:
 
 
 def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
-    """Return the numbers of the packs to repack with the next interval: up to two that are less than 98 % full.
+    """Return the numbers of the packs to pack again with the next interval: the emptiest that are not nearly full.
 
-    Candidates are the two emptiest packs; without shuffling, the last pack. A candidate is left out if it and the one
-    before it have more than a quarter of the interval's samples.
+    Without shuffling, only the last pack can wait for the next interval. Packs with too many samples do not wait.
     """
     tokens = plan.tokens_per_pack()
     keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
-    emptiest = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
+    if keeps_order:
+        candidates = [plan.num_packs - 1]
+    else:
+        candidates = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
     max_samples = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
-    candidates = [plan.num_packs - 1] if keeps_order else emptiest
-    num_candidate_samples = 0
+    num_samples = 0  # of the candidates so far
     held_back = []
     for pack_number in candidates:
-        num_candidate_samples += len(plan.pack(pack_number))
-        if tokens[pack_number] < _MIN_FILL * plan.capacity and num_candidate_samples <= max_samples:
+        num_samples += len(plan.pack(pack_number))
+        if tokens[pack_number] < _MIN_FILL * plan.capacity and num_samples <= max_samples:
             held_back.append(pack_number)
     return held_back

@@ -95,9 +95,9 @@ def blocks_of_rank(
     """
     position = start or StreamPosition.before_epoch(0, num_blocks=0)
     for epoch in range(position.epoch, num_epochs):
-        random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
+        generator = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
         num_blocks = position.num_blocks  # so far, of all ranks and epochs
-        for stream_block in _blocks_of_epoch(specs, random, position, shuffle=shuffle):
+        for stream_block in _blocks_of_epoch(specs, generator, position, shuffle=shuffle):
             if num_blocks % world_size == rank:
                 yield stream_block
             num_blocks += 1
@@ -105,19 +105,29 @@ def blocks_of_rank(
 
 
 def _blocks_of_epoch(
-    specs: Sequence[SourceSpec], random: np.random.Generator, start: StreamPosition, *, shuffle: bool
+    specs: Sequence[SourceSpec], generator: np.random.Generator, start: StreamPosition, *, shuffle: bool
 ) -> Iterator[StreamBlock]:
-    """Yield the blocks of all ranks in the epoch of ``start``, from this position on; ``random`` is the epoch's."""
-    order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
-    if start.random is not None:  # the state before the block at ``start`` is drawn
-        random.bit_generator.state = start.random
-    files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, start)
+    """Yield the blocks of all ranks from ``start`` to the end of its epoch; ``generator`` has the epoch's seed."""
+    if shuffle:
+        order = generator.permutation(len(specs))
+        files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES, start)
+    else:
+        files = _OpenFiles(specs, 1, start)
+    if start.random is not None:  # blocks before ``start`` were drawn
+        generator.bit_generator.state = start.random
     num_blocks = start.num_blocks
-    while files.open_next():
-        random_state = dict(random.bit_generator.state) if shuffle else None
-        position = StreamPosition(start.epoch, num_blocks, files.num_opened, files.blocks_read(), random_state)
-        source_and_block = files.read_block(random)
-        if source_and_block is None:  # a file has ended; open_next may open another one
+    files.open_more()
+    while files.num_open:
+        position = StreamPosition(
+            epoch=start.epoch,
+            num_blocks=num_blocks,
+            opened=files.num_opened,
+            taken=files.blocks_read(),
+            random=dict(generator.bit_generator.state) if shuffle else None,
+        )
+        source_and_block = files.read_block(generator)
+        if source_and_block is None:  # a file has ended
+            files.open_more()
             continue
         source, block = source_and_block
         yield StreamBlock(position, source, block)
@@ -144,20 +154,23 @@ class _OpenFiles:
                 next(self._files[number][1])
             self._num_blocks_read[number] = num_blocks
 
-    def open_next(self) -> bool:
-        """Open the next files up to the maximum; return False if no file is open."""
-        while len(self._files) < self._max_open and self.num_opened < len(self._specs):
+    @property
+    def num_open(self) -> int:
+        return len(self._files)
+
+    def open_more(self) -> None:
+        """Open the next files up to the maximum."""
+        while self.num_open < self._max_open and self.num_opened < len(self._specs):
             self._open(self.num_opened)
             self.num_opened += 1
-        return bool(self._files)
 
     def blocks_read(self) -> list[list[int]]:
         """Return the number of blocks read from each open file, as in ``StreamPosition.taken``."""
         return [[number, self._num_blocks_read[number]] for number in sorted(self._files)]
 
-    def read_block(self, random: np.random.Generator) -> tuple[Source, RowBlock] | None:
+    def read_block(self, generator: np.random.Generator) -> tuple[Source, RowBlock] | None:
         """Return the next block of a random open file, drawn by file size; None if this file has ended."""
-        number = self._draw_file(random)
+        number = self._draw_file(generator)
         source, blocks = self._files[number]
         block = next(blocks, None)
         if block is None:
@@ -166,13 +179,13 @@ class _OpenFiles:
         self._num_blocks_read[number] += 1
         return source, block
 
-    def _draw_file(self, random: np.random.Generator) -> int:
+    def _draw_file(self, generator: np.random.Generator) -> int:
         """Draw the number of an open file, with probabilities in proportion to file sizes."""
         numbers = sorted(self._files)
         if len(numbers) == 1:
             return numbers[0]
         ends = np.cumsum([self._file_bytes[number] for number in numbers])
-        drawn_byte = random.random() * ends[-1]
+        drawn_byte = generator.random() * ends[-1]
         return numbers[int(np.searchsorted(ends, drawn_byte, side="right"))]
 
     def _open(self, number: int) -> None:
@@ -212,7 +225,7 @@ def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], En
     def encode(stream_block: StreamBlock) -> EncodedBlock:
         samples: list[EncodedSample] = []
         dropped: list[Dropped] = []
-        # URLs may not hold secrets, because the state of the stream in checkpoints has the URLs of media.
+        # URLs must not hold secrets, because the state of the stream in checkpoints has the URLs of media.
         rows = list(samples_of(stream_block.source, [stream_block.block], may_hold_secrets=False))
         for result in encode_samples(rows, encoder):  # the samples of a row, or why it was dropped
             if isinstance(result, Dropped):
@@ -298,6 +311,7 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
             position=None if position is None else StreamPosition(**position),
             carried=samples[:num_carried],
             shuffled=samples[num_carried:],
+            # Streams do not count rows and marks.
             counts=InputCounts(rows=0, marks_added=0, dropped=dropped, parts_left_out=parts_left_out),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
