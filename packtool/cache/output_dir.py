@@ -34,15 +34,7 @@ from packtool.cache.manifest import (
     fingerprint_of,
 )
 from packtool.cache.reader import check_sizes
-from packtool.cache.shard import (
-    INDEX,
-    PREFIX,
-    PREFIXES,
-    dataset_info,
-    dataset_state,
-    with_added_columns,
-    write_arrow_file,
-)
+from packtool.cache.shard import INDEX, PREFIX, PREFIXES, with_added_columns, write_arrow_file, write_dataset_files
 from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, task_file
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME, TRAIN_SPLIT, VAL_SPLIT, VERSION
@@ -437,7 +429,8 @@ def publish_cache(
         index_sha256 = _merge_index(directory, split, manifest.channels, results)
         prefixes_sha256 = _merge_prefixes(directory, split, results)
         splits[split] = replace(info, index_sha256=index_sha256, prefixes_sha256=prefixes_sha256)
-        _write_dataset_files(directory, manifest, split, has_parts)
+        files = [shard.file for shard in info.shards]
+        write_dataset_files(directory, split, files, f"{manifest.fingerprint}-{split}", has_parts)
     merge_dropped(directory, results)
     check_written(directory, results)
     check_lock()
@@ -446,15 +439,6 @@ def publish_cache(
         message = f"{directory}: another export published a cache there at the same time"
         raise MismatchError(message, "Give each export an --output-dir of its own.")
     remove_leftovers(directory, manifest)
-
-
-def _write_dataset_files(directory: str, manifest: Manifest, split: str, has_parts: bool) -> None:
-    """Write the two files that make the folder of a split readable by ``datasets.load_from_disk``."""
-    folder = storage.join(directory, split)
-    shard_files = [shard.file for shard in manifest.splits[split].shards]
-    storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
-    state = dataset_state(shard_files, split, f"{manifest.fingerprint}-{split}")
-    storage.publish(storage.join(folder, "state.json"), state)
 
 
 def _merge_index(directory: str, split: str, channels: Sequence[str], results: Sequence[TaskResult]) -> str:

@@ -140,15 +140,10 @@ def samples_schema(has_parts: bool) -> pa.Schema:
     return pa.schema([*SAMPLES, *PARTS]) if has_parts else SAMPLES
 
 
-def dataset_info(has_parts: bool) -> bytes:
-    """Return ``dataset_info.json``, from which ``datasets.load_from_disk`` reads the types of the columns."""
+def write_dataset_files(directory: str, split: str, files: list[str], fingerprint: str, has_parts: bool) -> None:
+    """Write the two files with which ``datasets.load_from_disk`` reads the shards ``files`` of a split."""
     features = {field.name: _feature(field.type) for field in samples_schema(has_parts)}
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-    return json.dumps(info, indent=1).encode()
-
-
-def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
-    """Return ``state.json``, from which ``datasets.load_from_disk`` reads the names of the shards."""
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in files],
         "_fingerprint": fingerprint,
@@ -158,7 +153,8 @@ def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
         "_output_all_columns": False,
         "_split": split,
     }
-    return json.dumps(state, indent=1).encode()
+    for name, content in (("dataset_info.json", info), ("state.json", state)):
+        storage.publish(storage.join(directory, split, name), json.dumps(content, indent=1).encode())
 
 
 def arrow_bytes(
