@@ -124,7 +124,7 @@ class SplitResult:
     left_out: list[int] = field(default_factory=list)
 
     def without(self, index: pa.RecordBatch, first_samples: npt.NDArray[np.int64]) -> SplitResult:
-        """Return the result without the rows with these first samples; the samples stay in the shard."""
+        """Return the result without R rows, whose samples stay in the shard; ``first_samples``: of each row, (R,)."""
         columns = {name: index.column(name).to_numpy(zero_copy_only=False) for name in _COUNTED}
         row = np.cumsum(columns["is_first"])  # of each sample
         is_left_out = np.isin(row, row[first_samples])
