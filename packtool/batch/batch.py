@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -148,10 +150,8 @@ class WholePictures:
     ) -> None:
         self.only_windows = only_windows
         self._spans = spans
-        # Of each document: its end among the tokens, its start among the keys, and its end there.
-        ends = list(accumulate(lengths))
-        key_ends = list(accumulate(key_lengths))
-        self._documents = list(zip(ends, [0, *key_ends], key_ends, strict=False))
+        self._ends = list(accumulate(lengths))
+        self._key_ends = list(accumulate(key_lengths))
         self._keys: dict[tuple[int | None, torch.device], PictureKeys] = {}
 
     def keys(self, window: int | None, device: torch.device) -> PictureKeys:
@@ -166,22 +166,27 @@ class WholePictures:
 
     def _compute_keys(self, window: int | None, device: torch.device) -> PictureKeys:
         queries, keys = [], []
-        documents = iter(self._documents)
-        end, key_start, key_end = next(documents)
+        key_starts = [0, *self._key_ends]
         for start, stop in self._spans:
-            while stop > end:
-                end, key_start, key_end = next(documents)
-            shift = key_end - end  # by which the index of a token among the keys exceeds that in the sequence
-            first_key = key_start if window is None else max(key_start, start + shift - window + 1)
+            document = bisect_left(self._ends, stop)
+            # A document's keys end with those of its own tokens, so all of its tokens have the same distance to theirs.
+            distance = self._key_ends[document] - self._ends[document]
+            first_key = key_starts[document]
+            if window is not None:
+                first_key = max(first_key, start + distance - (window - 1))
             queries.append(torch.arange(start, stop))
-            keys.append(torch.arange(first_key, stop + shift))
+            keys.append(torch.arange(first_key, stop + distance))
         lengths, key_lengths = tuple(map(len, queries)), tuple(map(len, keys))
-        boundaries = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, key_lengths)]
-        # Not created on the device, because the host would wait for all kernels before the copy.
-        on_device = [
-            tensor.to(device, non_blocking=True) for tensor in (torch.cat(queries), torch.cat(keys), *boundaries)
-        ]
-        return PictureKeys(lengths, key_lengths, *on_device)
+        # Created on the host: creating them on the device would wait for all kernels.
+        to_device = partial(Tensor.to, device=device, non_blocking=True)
+        return PictureKeys(
+            lengths,
+            key_lengths,
+            queries=to_device(torch.cat(queries)),
+            keys=to_device(torch.cat(keys)),
+            cu_seqlens=to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)),
+            cu_seqlens_k=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32)),
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

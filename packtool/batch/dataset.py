@@ -73,6 +73,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         self.spec = spec
         self.skip_bad_media = skip_bad_media
         self.splits = dict(splits or {})
+        self._default_size = next(iter(self.splits), 1)
         self.pad_to_multiple_of, self.min_shared = pad_to_multiple_of, min_shared
         self.required_towers = spec.towers if required_towers is None else required_towers
         self._collate: Callable[..., Batch]  # for micro-batches of this rank alone
@@ -97,14 +98,11 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     def _collate_loaded(self, samples: Sequence[EncodedSample], micro_batch: MicroBatch) -> Batch:
         """Load the media of a micro-batch's samples and collate them.
 
-        With ``skip_bad_media``, leave out samples whose media cannot be loaded, unless several ranks share them.
+        With ``skip_bad_media``, leave out samples whose media cannot be loaded. If several ranks share the samples, a
+        MediaError is raised instead.
         """
-        towers = self.spec.towers  # all of them run if it is unknown which have media
-        if micro_batch.towers is not None:
-            towers &= self.required_towers | micro_batch.towers
-        num_ranks = micro_batch.sequence_parallel_size
-        if num_ranks is None:
-            num_ranks = next(iter(self.splits), 1)  # the first size is the default
+        towers = self._towers_to_run(micro_batch)
+        num_ranks = micro_batch.sequence_parallel_size or self._default_size
         if num_ranks > 1:
             check_unchanged(samples, self.spec)
             return collate_shard(
@@ -126,27 +124,34 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         batch = self._collate(good_samples, self.spec, towers=towers)
         return dataclasses.replace(batch, skipped=tuple(skipped))
 
+    def _towers_to_run(self, micro_batch: MicroBatch) -> frozenset[Tower]:
+        """Return the towers that every rank runs: all of them if it is unknown which have media."""
+        if micro_batch.towers is None:
+            return self.spec.towers
+        return self.spec.towers & (self.required_towers | micro_batch.towers)
+
     def _separate_bad_media(
         self, samples: Sequence[EncodedSample], micro_batch: MicroBatch
     ) -> tuple[list[EncodedSample], list[SkippedSample]]:
         """Load the media of each sample alone; return the samples whose media load, and records of the others.
 
-        If a sample is in the micro-batch several times and one copy fails, all its copies are left out: samples are
-        told apart by their positions in the caches.
+        If a sample is in the micro-batch several times and one copy fails, all its copies are left out.
         """
-        positions = [planned if isinstance(planned, int) else -1 - i for i, planned in enumerate(micro_batch.samples)]
-        messages = {
-            position: error.message
-            for position, sample in zip(positions, samples, strict=True)
-            if (error := sample_media_error(sample, self.spec)) is not None
-        }
+        # Samples are identified by their positions in the caches; those of a stream by their index.
+        is_stream = not all(isinstance(planned, int) for planned in micro_batch.samples)
+        keys = range(len(samples)) if is_stream else micro_batch.samples
+        messages: dict[int, str] = {}
+        for key, sample in zip(keys, samples, strict=True):
+            error = sample_media_error(sample, self.spec)
+            if error is not None:
+                messages[key] = error.message
         good_samples: list[EncodedSample] = []
         skipped: list[SkippedSample] = []
-        for position, sample in zip(positions, samples, strict=True):
-            if position in messages:
-                in_caches = position if position >= 0 else None  # a stream has no positions
-                message, num_lost = messages[position], num_targets(sample)
-                skipped.append(SkippedSample(sample.source, sample.row, message, num_lost, in_caches))
+        for key, sample in zip(keys, samples, strict=True):
+            if key in messages:
+                position = None if is_stream else key
+                num_lost = num_targets(sample)
+                skipped.append(SkippedSample(sample.source, sample.row, messages[key], num_lost, position))
             else:
                 good_samples.append(sample)
         return good_samples, skipped

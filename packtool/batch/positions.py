@@ -35,26 +35,28 @@ TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
 
 
 def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]:
-    """Return a sample's positions, (4, L), rows [text, t, h, w]: int64, or float32 if an Omni model has fractions.
-
-    In M-RoPE models, rows 1 to 3 of a sample with images or videos come from the model's ``get_rope_index``. Otherwise
-    all rows are 0, 1, 2, ...
-    """
+    """Return a sample's positions, (4, L), rows [text, t, h, w]: int64, or float32 if an Omni model has fractions."""
     text_positions = np.arange(sample.length, dtype=np.int64)
     if not spec.has_mrope or (not sample.images and not sample.videos):
         return np.broadcast_to(text_positions, (NUM_POSITION_ROWS, sample.length))
+    positions = np.concatenate([text_positions[None], _model_positions(sample, spec)])
+    has_fractions = (positions != positions.round()).any()
+    return positions.astype(np.float32 if has_fractions else np.int64)
+
+
+def _model_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]:
+    """Return a sample's positions from the model's ``get_rope_index``, (3, L), rows [t, h, w]."""
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
     arguments = _grid_arguments(sample, spec)
-    if spec.family.positions == "sound_seconds":  # an Omni model
+    is_omni = spec.family.positions == "sound_seconds"
+    if is_omni:
         arguments |= _omni_arguments(sample, input_ids, spec)
     else:
         arguments["mm_token_type_ids"] = _token_types(input_ids, spec)
         arguments["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in sample.videos])
-    position_ids, _ = spec.meta_model.get_rope_index(input_ids=input_ids, **arguments)  # (3, 1, L), rows [t, h, w]
-    media_positions = position_ids[:, 0].numpy()  # (3, L)
-    has_fractions = (media_positions != media_positions.round()).any()  # an Omni model returns float32 for all samples
-    dtype = media_positions.dtype if has_fractions else np.dtype(np.int64)
-    return np.concatenate([text_positions[None], media_positions]).astype(dtype)
+    position_ids, _ = spec.meta_model.get_rope_index(input_ids=input_ids, **arguments)  # (3, 1, L)
+    positions: npt.NDArray[Any] = position_ids[:, 0].numpy()
+    return positions
 
 
 def _grid_arguments(sample: EncodedSample, spec: InputSpec) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
 
     ``min_shared``: minimum length of a shared prefix in tokens, counted from the samples' beginning.
     """
-    symbols, may_end = _symbols_of_samples(samples, spec)
+    symbols, may_end = _symbols_of_samples(samples, spec)  # of each sample
     nodes: list[Node] = []
     groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)] if samples else []  # a stack
     while groups:
@@ -149,16 +149,15 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
             stop = _prefix_end([samples[number] for number in numbers], may_end[first], start, num_equal)
         else:
             stop = num_equal  # all samples end here
-        is_long_enough = len(numbers) == 1 or stop >= min_shared
-        if is_long_enough and stop > start:
+        is_too_short = len(numbers) > 1 and stop < min_shared
+        if is_too_short:  # each branch, or each of several equal samples, repeats the prefix
+            branches = branches or [[number] for number in numbers]
+        elif stop > start:
             nodes.append(Node(tuple(numbers), start, stop, parent))
             start, parent = stop, len(nodes) - 1  # the branches continue this node
-        elif not branches and not is_long_enough:
-            branches = [[number] for number in numbers]  # equal, but too short to share
-        # Without a new node ``start`` is unchanged, so each branch repeats the tokens of the prefix.
-        # The stack returns the branch that was added last, so they are added in reversed order.
+        # Samples of a branch end together, or have the same next symbol. The first branch comes last on the stack.
         for branch in reversed(branches):
-            has_tokens_left = len(symbols[branch[0]]) > start  # the same for all samples of the branch
+            has_tokens_left = len(symbols[branch[0]]) > start
             if has_tokens_left:
                 groups.append(_Group(branch, start, parent))
     return nodes
@@ -193,21 +192,23 @@ def _symbols_of_samples(
     samples: Sequence[EncodedSample], spec: InputSpec
 ) -> tuple[list[Int64Array], list[npt.NDArray[np.bool_]]]:
     """Return for each sample its symbols (L,), and whether a prefix of each length may end (L + 1,)."""
-    numbers = MediaNumbers(spec.media_policy)
+    medium_numbers = MediaNumbers(spec.media_policy)
     symbols: list[Int64Array] = []
     may_end: list[npt.NDArray[np.bool_]] = []
     for sample in samples:
-        sample_symbols, sample_may_end = _symbols(sample, spec, numbers)
+        sample_symbols, sample_may_end = _symbols(sample, spec, medium_numbers)
         symbols.append(sample_symbols)
         may_end.append(sample_may_end)
     return symbols, may_end
 
 
-def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Return a sample's symbols, and the lengths at which a prefix of it may end.
+def _symbols(
+    sample: EncodedSample, spec: InputSpec, medium_numbers: MediaNumbers
+) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Return a sample's symbols, and whether a prefix of each length may end, bool (L + 1,): not within a medium.
 
-    Symbols, int64 (L,), are equal for equal inputs of the model: token ids, or negative numbers that stand for the
-    medium of a placeholder token. The other result, bool (L + 1,), is False for a prefix that would end in a medium.
+    Symbols, int64 (L,), are equal for equal inputs of the model: token ids, or a negative number of the medium instead
+    of its placeholder tokens.
     """
     ids = sample.input_ids
     tokens = spec.media_tokens
@@ -215,14 +216,13 @@ def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> t
     may_end = np.ones(len(ids) + 1, np.bool_)
     is_placeholder = np.isin(ids, list(tokens.pads.values()))
     for span in media_spans(sample, tokens):
-        medium_symbol = -1 - numbers(span.medium)
-        span_symbols = symbols[span.start : span.stop]  # a view
-        span_symbols[is_placeholder[span.start : span.stop]] = medium_symbol
-        may_end[span.start + 1 : span.stop] = False
-    # A prefix may not end with a token that opens a medium, as media of different kinds may follow.
-    for opening_id in (tokens.opening_vision, tokens.opening_sound):
-        if opening_id is not None:
-            may_end[1:] &= ids != opening_id  # the prefix of length i + 1 ends with token i
+        in_span = slice(span.start, span.stop)
+        symbols[in_span][is_placeholder[in_span]] = -1 - medium_numbers(span.medium)
+        may_end[span.start + 1 : span.stop] = False  # lengths of prefixes with some of its tokens, but not all
+    # Nor after a token that opens a medium, as media of different kinds may follow.
+    opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]
+    is_opening = np.isin(ids, opening_ids)
+    may_end[1:] &= ~is_opening  # the prefix of length i + 1 ends with token i
     return symbols, may_end
 
 

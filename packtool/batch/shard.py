@@ -107,13 +107,12 @@ class SequenceShard:
 
 
 def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
-    """Assign every token of a sequence of documents to one rank.
+    """Assign every token of a packed sequence to one rank.
 
     Args:
-        lengths: tokens of each document. Sharded ones are padded to ``split.multiple``, and their sum is divisible by
-            the number of ranks.
+        lengths: tokens of each document. Each sharded one must be a multiple of ``split.multiple``, and their sum a
+            multiple of the number of ranks.
         placement: the rank that holds each document, or ``SHARDED``.
-        split: its ``rank`` does not matter.
 
     Returns:
         for each rank, int64 (t,): positions in the sequence of its t tokens, in the order of the rank's own sequence.
@@ -166,27 +165,22 @@ def route_features(
         rank: this rank.
     """
     num_ranks = len(tokens_by_rank)
-    num_tokens = sum(map(len, tokens_by_rank))
-    rank_of_token = np.empty(num_tokens, np.int64)
+    rank_of_token = np.empty(sum(map(len, tokens_by_rank)), np.int64)
     for token_rank, tokens in enumerate(tokens_by_rank):
         rank_of_token[tokens] = token_rank
     target_ranks = rank_of_token[positions]  # (n,), the rank that holds each feature's token
-    # This rank sends the features that it computes, sorted by target rank.
     send_targets = target_ranks[source_ranks == rank]
-    # It receives m features. They arrive sorted by source rank, and those of one source by position in the sequence.
-    received = np.flatnonzero(target_ranks == rank)  # (m,), numbers of these features, by position in the sequence
-    receive_sources = source_ranks[received]
-    arrived = received[np.argsort(receive_sources, kind="stable")]
-    arrival_row = np.empty(len(positions), np.int64)
-    arrival_row[arrived] = np.arange(len(arrived))
-    # The model needs them in the order of the rank's own sequence, which may differ from that of the complete one.
+    is_received = target_ranks == rank
+    receive_sources = source_ranks[is_received]
+    # Features arrive sorted by source rank, then by position in the sequence.
+    arrival_order = np.argsort(receive_sources, kind="stable")
+    row_on_arrival = np.argsort(arrival_order)  # (m,), of the received features, by position in the sequence
+    # The rank's own sequence has them in another order.
     rank_tokens = tokens_by_rank[rank]
-    position_on_rank = np.empty(num_tokens, np.int64)
-    position_on_rank[rank_tokens] = np.arange(len(rank_tokens))
-    needed = received[np.argsort(position_on_rank[positions[received]])]
+    needed_order = np.searchsorted(positions[is_received], rank_tokens[np.isin(rank_tokens, positions)])
     return FeatureRoute(
         send_order=torch.from_numpy(np.argsort(send_targets, kind="stable")),
         send_counts=tuple(np.bincount(send_targets, minlength=num_ranks).tolist()),
         receive_counts=tuple(np.bincount(receive_sources, minlength=num_ranks).tolist()),
-        receive_order=torch.from_numpy(arrival_row[needed]),
+        receive_order=torch.from_numpy(row_on_arrival[needed_order]),
     )

@@ -73,14 +73,15 @@ def tower_inputs(
         input_ids: int64 (B, T), of the micro-batch.
         exchanges_features: ranks share the sequence, and send each other the features of its media.
     """
-    if spec.family.processor_inputs:
-        # Such a model computes and writes its features itself, except those that ranks exchange.
-        if not exchanges_features or not media:
-            return {}
-        return {"vision": TowerInputs(arguments={}, positions=_placeholder_positions(spec, input_ids))}
+    inserts_features_itself = spec.family.processor_inputs and not exchanges_features
+    if inserts_features_itself or not media:
+        return {}
     positions = _placeholder_positions(spec, input_ids)
+    if spec.family.processor_inputs:
+        return {"vision": TowerInputs(arguments={}, positions=positions)}
     inputs: dict[Tower, TowerInputs] = {}
-    grids = [media[grid_name] for _, grid_name in spec.family.visual_inputs.values() if grid_name in media]
+    grid_names = [grid_name for _, grid_name in spec.family.visual_inputs.values()]
+    grids = [media[name] for name in grid_names if name in media]
     if grids:
         visual_positions = {kind: kind_positions for kind, kind_positions in positions.items() if kind != "audio"}
         inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual_positions)
@@ -128,21 +129,17 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
 
 
 def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
-    """Return arguments of the audio tower, computed by the helpers of its transformers module.
+    """Return arguments of the audio tower, which computes sounds in chunks of frames.
 
-    The tower computes sounds in chunks of frames. packtool's own argument ``frames``, int64 (chunks, frames per chunk),
-    has the index of each chunk's frames in the flattened ``mask``, and ``mask.numel()`` for padding.
-
-    Args:
-        mask: int64 (sounds, frames), 1 on mel frames and 0 on padding.
+    packtool's own argument ``frames``, int64 (chunks, frames per chunk), has the index of each chunk's frames in the
+    flattened ``mask``, and ``mask.numel()`` for padding. ``mask`` is int64 (sounds, frames), 0 on padding.
     """
     tower: Any = spec.meta_model.audio_tower
-    helpers: Any = sys.modules[type(tower).__module__]
+    helpers: Any = sys.modules[type(tower).__module__]  # transformers' functions beside the tower's class
     lengths = mask.sum(dim=1)  # (sounds,)
     frames, chunk_lengths = _chunk_frames(mask, helpers, tower.n_window)
     arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths, "frames": frames}
-    # transformers has two kinds of audio towers, whose helpers take different arguments.
-    if hasattr(tower, "n_window_infer"):
+    if spec.family.is_qwen3:
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
         cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
     else:
