@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -333,16 +333,10 @@ def collate_tree(
     min_shared: int = MIN_SHARED,
     pad_to_multiple_of: int = 1,
 ) -> PackedBatch:
-    """Lay samples end to end in one sequence, with each common prefix once.
+    """Lay samples end to end in one sequence, with each common prefix of at least ``min_shared`` tokens once.
 
-    The documents of the sequence are the nodes of a prefix tree, then fillers. A node has the tokens that some samples
-    have in common beyond the node that it continues.
-
-    Args:
-        min_shared: minimum length of a shared prefix in tokens.
-
-    Returns:
-        a ``TreeBatch``, or the result of ``collate_packs`` if nothing is shared.
+    Return a ``TreeBatch``, whose documents are the nodes of a prefix tree, then fillers; or the result of
+    ``collate_packs`` if nothing is shared.
     """
     check_placeholders(samples, spec)
     nodes = find_tree(samples, spec, min_shared=min_shared)
@@ -351,17 +345,20 @@ def collate_tree(
     # All samples of a node have the same tokens there, so they are taken from the first.
     node_documents = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
     documents, media, num_padding = _load_with_fillers(node_documents, spec, towers, pad_to_multiple_of)
-    lengths = tuple(document.length for document in documents)
     fillers = documents[len(nodes) :]
+    lengths = tuple(document.length for document in documents)
+    parents = tuple(node.parent for node in nodes) + (ROOT,) * len(fillers)
+    keys, key_lengths = key_index(parents, lengths)
     positions = node_positions(samples, nodes, spec)
     positions += [sample_positions(document, spec) for document in fillers]
-    parents = [node.parent for node in nodes] + [ROOT] * len(fillers)
     token_fields = tree_token_fields(documents, samples, nodes, spec, media)
-    key_fields = _key_fields(parents, lengths)
     return TreeBatch(
         **token_fields,
-        **key_fields,
-        pictures=find_pictures(token_fields["input_ids"][0].numpy(), spec, lengths, key_fields["key_lengths"]),
+        key_index=torch.from_numpy(keys),
+        cu_seqlens_k=_cu_seqlens(key_lengths),
+        key_lengths=key_lengths,
+        parents=parents,
+        pictures=find_pictures(token_fields["input_ids"][0].numpy(), spec, lengths, key_lengths),
         position_ids=joined_positions(positions, spec),
         num_samples=len(samples),
         num_padding=num_padding,
@@ -385,72 +382,54 @@ def tree_token_fields(
         documents: nodes, possibly padded, then fillers.
         index: (t,), positions in the sequence of the tokens of this rank; None for all.
     """
+    is_shared_by_ranks = index is not None
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
-    targets = _tree_targets(samples, nodes, spec)
-    labels, weights, label_samples, label_positions = _padded_targets(
-        targets, nodes, [document.length for document in documents]
-    )
+    targets = _tree_targets(samples, nodes, [document.length for document in documents], spec)
     if index is not None:
-        label_samples, label_positions = _labels_at(index, len(input_ids), label_samples, label_positions)
-        input_ids, labels, weights = input_ids[index], labels[index], weights[index]
-    fields = batch_fields(input_ids, labels, weights, media, spec, exchanges_features=index is not None)
-    # The number of each label's token among the tokens with a label, which ascend.
-    target_numbers = np.searchsorted(fields["target_positions"].numpy(), label_positions)
-    return fields | _target_fields(samples, label_samples, target_numbers, len(fields["target_positions"]))
+        input_ids, targets = input_ids[index], targets.at(index)
+    fields = batch_fields(
+        input_ids, targets.labels, targets.weights, media, spec, exchanges_features=is_shared_by_ranks
+    )
+    return fields | _target_fields(samples, targets, fields["target_positions"].numpy())
 
 
-def _labels_at(
-    index: npt.NDArray[np.int64], num_tokens: int, samples: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the samples of the labels at ``index``, (t,), of ``num_tokens``, and their positions among these.
+class _TreeTargets(NamedTuple):
+    """Targets of T tokens of a sequence with shared prefixes, and of the M labels of the samples.
 
-    ``samples`` and ``positions``, (M,), are of all labels.
+    Args:
+        labels: int64 (T,), of each token, shifted.
+        weights: float32 (T,), the sum of the label's weights in all samples that contain the token.
+        label_samples: int64 (M,), the number of the sample that has each label.
+        label_positions: int64 (M,), the position among the T tokens of the token with that label.
     """
-    local_positions = np.full(num_tokens, -1)
-    local_positions[index] = np.arange(len(index))
-    is_local = local_positions[positions] >= 0
-    return samples[is_local], local_positions[positions[is_local]]
+
+    labels: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+    label_samples: npt.NDArray[np.int64]
+    label_positions: npt.NDArray[np.int64]
+
+    def at(self, index: npt.NDArray[np.int64]) -> _TreeTargets:
+        """Return the targets of the tokens at ``index``, (t,), in this order."""
+        new_positions = np.full(len(self.labels), -1)
+        new_positions[index] = np.arange(len(index))
+        positions = new_positions[self.label_positions]
+        is_kept = positions >= 0
+        return _TreeTargets(self.labels[index], self.weights[index], self.label_samples[is_kept], positions[is_kept])
 
 
 def _target_fields(
-    samples: Sequence[EncodedSample],
-    label_samples: npt.NDArray[np.int64],
-    targets: npt.NDArray[np.int64],
-    num_targets: int,
+    samples: Sequence[EncodedSample], targets: _TreeTargets, target_positions: npt.NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Return the channels, and the fields of ``TreeTargets``, from the sample and target of each label, (M,) each."""
+    """Return the channels, and the fields of ``TreeTargets``; ``target_positions``, (N,), are those of the batch."""
+    target_of_label = np.searchsorted(target_positions, targets.label_positions)  # index among the N targets
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
     channel_of_sample = np.array([channels.index(sample.channel) for sample in samples])
-    target_counts = np.zeros((len(channels), num_targets), np.int64)
-    np.add.at(target_counts, (channel_of_sample[label_samples], targets), 1)
+    target_counts = np.zeros((len(channels), len(target_positions)), np.int64)
+    np.add.at(target_counts, (channel_of_sample[targets.label_samples], target_of_label), 1)
     return {
         "channels": channels,
         "target_counts": torch.from_numpy(target_counts),
-        "sample_targets": torch.from_numpy(np.stack((label_samples, targets))),
-    }
-
-
-def _padded_targets(
-    targets: tuple[npt.NDArray[Any], ...], nodes: Sequence[Node], lengths: Sequence[int]
-) -> tuple[npt.NDArray[Any], ...]:
-    """Return a result of ``_tree_targets`` for documents of these lengths: nodes with their padding, then fillers."""
-    node_labels, node_weights, label_samples, label_positions = targets
-    starts = np.cumsum([0, *lengths])
-    # Positions in the sequence of the nodes' tokens.
-    positions = np.concatenate([start + np.arange(node.length) for start, node in zip(starts, nodes, strict=False)])
-    labels, weights = np.full(starts[-1], IGNORE_INDEX), np.zeros(starts[-1], np.float32)
-    labels[positions], weights[positions] = node_labels, node_weights
-    return labels, weights, label_samples, positions[label_positions]
-
-
-def _key_fields(parents: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of attention's keys of a ``TreeBatch``; arguments as for ``key_index``."""
-    keys, key_lengths = key_index(parents, lengths)
-    return {
-        "key_index": torch.from_numpy(keys),
-        "cu_seqlens_k": _cu_seqlens(key_lengths),
-        "key_lengths": key_lengths,
-        "parents": tuple(parents),
+        "sample_targets": torch.from_numpy(np.stack((targets.label_samples, target_of_label))),
     }
 
 
@@ -471,30 +450,28 @@ def _last_nodes(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
 
 
 def _tree_targets(
-    samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec
-) -> tuple[npt.NDArray[Any], ...]:
-    """Return labels (T,) and loss weights (T,) of a prefix tree's tokens, and two arrays on the samples' M labels.
-
-    The weight of a token is the sum of its weights in all samples of its node. The arrays, int64 (M,), give for each
-    label in a sample the number of the sample, and the position in the tree of the token that has it.
-    """
+    samples: Sequence[EncodedSample], nodes: Sequence[Node], lengths: Sequence[int], spec: InputSpec
+) -> _TreeTargets:
+    """Return the targets of a sequence whose documents have these lengths: nodes, possibly padded, then fillers."""
     labels_of_samples = [shifted_labels(sample) for sample in samples]
     weights_of_samples = shifted_weights(samples, spec)  # None: every target has weight 1
-    labels, weights, label_samples, label_positions = [], [], [], []
-    node_start = 0  # position in the tree of the node's first token
-    for node in nodes:
+    labels = np.full(sum(lengths), IGNORE_INDEX)
+    weights = np.zeros(sum(lengths), np.float32)
+    label_samples, label_positions = [], []
+    starts = np.cumsum([0, *lengths]).tolist()
+    for node, start in zip(nodes, starts, strict=False):
+        node_tokens = slice(start, start + node.length)
         label_rows = _rows_of_samples(labels_of_samples, node)  # (samples of the node, its tokens)
         is_target = label_rows != IGNORE_INDEX
         weight_rows = is_target.astype(np.float32)
         if weights_of_samples is not None:
             weight_rows *= _rows_of_samples(weights_of_samples, node)
+        labels[node_tokens] = _common_labels(label_rows)
+        weights[node_tokens] = weight_rows.sum(axis=0, dtype=np.float32)
         rows, columns = np.nonzero(is_target)
         label_samples.append(np.array(node.samples, np.int64)[rows])
-        label_positions.append(node_start + columns)
-        node_start += node.length
-        labels.append(_common_labels(label_rows))
-        weights.append(weight_rows.sum(axis=0, dtype=np.float32))
-    return tuple(map(np.concatenate, (labels, weights, label_samples, label_positions)))
+        label_positions.append(start + columns)
+    return _TreeTargets(labels, weights, np.concatenate(label_samples), np.concatenate(label_positions))
 
 
 def _common_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

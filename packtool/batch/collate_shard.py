@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,69 +80,95 @@ def collate_shard(
     nodes = [] if min_shared is None else find_tree(samples, spec, min_shared=min_shared)
     num_samples = len(samples) if split.rank == 0 else 0  # each sample is counted by one rank
     if any(node.is_shared for node in nodes):
-        parts = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
-        part = _rank_part(parts, [SHARDED] * len(nodes), spec, split, towers, pad_to_multiple_of)
+        # All samples of a node have the same tokens there, so they are taken from the first.
+        node_samples = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
+        part = _rank_part(node_samples, [SHARDED] * len(nodes), spec, split, towers, pad_to_multiple_of)
         return _tree_shard(samples, nodes, spec, part, num_samples)
-    sample_ranks = list(placement or [SHARDED] * len(samples))
-    part = _rank_part(samples, sample_ranks, spec, split, towers, pad_to_multiple_of)
-    tokens = _token_fields(part.documents, spec, part.fields["index"].numpy(), part.media)
+    part = _rank_part(samples, placement or [SHARDED] * len(samples), spec, split, towers, pad_to_multiple_of)
+    tokens = _token_fields(part.documents, spec, part.token_positions, part.media)
     return ShardedBatch(**tokens, **part.fields, num_samples=num_samples)
 
 
 class _RankPart(NamedTuple):
-    """This rank's part of a sequence: all its documents, the inputs of this rank's towers, and fields of the batch."""
+    """This rank's part of a sequence.
+
+    Args:
+        documents: all documents of the sequence: samples or nodes, then fillers.
+        token_positions: int64 (t,), of this rank's tokens in the sequence.
+        media: inputs of this rank's towers by argument.
+        num_padding: tokens of the filler that pads this rank's part.
+    """
 
     documents: list[EncodedSample]
+    token_positions: Int64Array
     media: dict[str, Tensor]
-    fields: dict[str, Any]
+    shard: SequenceShard
+    num_padding: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of the batch."""
+        return {
+            "index": torch.from_numpy(self.token_positions),
+            "lengths": tuple(document.length for document in self.documents),
+            "shard": self.shard,
+            "num_padding": self.num_padding,
+        }
 
 
 def _rank_part(
     samples: Sequence[EncodedSample],
-    sample_ranks: list[int],
+    sample_placement: Sequence[int],
     spec: InputSpec,
     split: SequenceSplit,
     towers: frozenset[Tower] | None,
     pad_to_multiple_of: int,
 ) -> _RankPart:
-    """Append filler documents to samples or nodes of a tree, assign the tokens to ranks, and load this rank's media."""
-    # The documents of the sequence: samples, then fillers; and the rank that holds each document, or SHARDED.
-    documents, ranks = _with_filler_documents(samples, sample_ranks, split)
-    padding_by_rank = _padding_by_rank(documents, ranks, split, pad_to_multiple_of)
-    for rank, num_padding in padding_by_rank.items():
-        documents.append(filler_document([PAD_ID] * num_padding))
-        ranks.append(rank)
+    """Append fillers to samples (or nodes, as samples), assign the tokens to ranks, and load this rank's media.
+
+    ``sample_placement``: the rank that holds each sample, or ``SHARDED``.
+    """
+    documents, placement = _with_filler_documents(samples, sample_placement, split)
+    padding_by_rank = _padding_by_rank(documents, placement, split, pad_to_multiple_of)
+    documents += [filler_document([PAD_ID] * num_tokens) for num_tokens in padding_by_rank.values()]
+    placement += padding_by_rank.keys()
     lengths = [document.length for document in documents]
-    tokens_by_rank = assign_tokens(lengths, ranks, split)
-    running_towers = spec.towers if towers is None else towers
-    media, routes = _load_rank_media(documents, ranks, spec, tokens_by_rank, split, running_towers)
-    fields = {
-        "num_padding": padding_by_rank.get(split.rank, 0),
-        "index": torch.from_numpy(tokens_by_rank[split.rank]),  # positions of this rank's tokens in the sequence
-        "lengths": tuple(lengths),
-        "shard": _sequence_shard(lengths, ranks, split, routes),
-    }
-    return _RankPart(documents, media, fields)
+    tokens_by_rank = assign_tokens(lengths, placement, split)
+    media: dict[str, Tensor] = {}
+    routes: dict[str, FeatureRoute] = {}
+    if spec.has_vision:
+        _refuse_mixed_media(documents, spec)
+        media_ranks = _assign_media(documents, placement, spec, split)
+        media = load_media(_with_media_of(split.rank, documents, media_ranks), spec)
+        input_ids = spec.model_ids(np.concatenate([document.input_ids for document in documents]))
+        for kind in _routed_kinds(media_ranks, spec, spec.towers if towers is None else towers):
+            media = _with_blank_medium(media, kind, spec)  # its features are not sent
+            placeholders = np.flatnonzero(input_ids == spec.pad_ids[kind])  # positions in the sequence
+            feature_ranks = _feature_ranks(media_ranks, kind, spec)
+            routes[kind] = route_features(placeholders, feature_ranks, tokens_by_rank, split.rank)
+    shard = _sequence_shard(lengths, placement, split, routes)
+    return _RankPart(documents, tokens_by_rank[split.rank], media, shard, padding_by_rank.get(split.rank, 0))
 
 
 def _tree_shard(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, part: _RankPart, num_samples: int
 ) -> ShardedTreeBatch:
     """Return the batch of a prefix tree; the documents of ``part`` are nodes, with their padding, then fillers."""
-    shard, index = part.fields["shard"], part.fields["index"].numpy()
-    fillers = part.documents[len(nodes) :]
-    filler_lengths = shard.sharded_lengths[len(nodes) :]
-    parents = (*(node.parent for node in nodes), *[ROOT] * len(filler_lengths))
-    num_tokens = (*(node.length for node in nodes), *filler_lengths)
-    positions = node_positions(samples, nodes, spec)
-    for number, document in enumerate(part.documents[: len(nodes)]):  # padding repeats the last position
-        num_padding = document.length - nodes[number].length
-        positions[number] = np.pad(positions[number], ((0, 0), (0, num_padding)), "edge")
-    positions += [sample_positions(document, spec) for document in fillers]
-    fields = part.fields | {"shard": dataclasses.replace(shard, parents=parents, sharded_tokens=num_tokens)}
-    fields["position_ids"] = joined_positions(positions, spec, index)
-    tokens = tree_token_fields(part.documents, samples, nodes, spec, part.media, index)
-    return ShardedTreeBatch(**tokens, **fields, num_samples=num_samples)
+    positions = []
+    for document, unpadded in zip(part.documents, node_positions(samples, nodes, spec), strict=False):
+        num_padding = document.length - unpadded.shape[1]
+        positions.append(np.pad(unpadded, ((0, 0), (0, num_padding)), "edge"))  # repeats the last position
+    positions += [sample_positions(document, spec) for document in part.documents[len(nodes) :]]
+    filler_lengths = part.shard.sharded_lengths[len(nodes) :]
+    shard = dataclasses.replace(
+        part.shard,
+        parents=tuple(node.parent for node in nodes) + (ROOT,) * len(filler_lengths),
+        sharded_tokens=tuple(node.length for node in nodes) + filler_lengths,
+    )
+    tokens = tree_token_fields(part.documents, samples, nodes, spec, part.media, part.token_positions)
+    position_ids = joined_positions(positions, spec, part.token_positions)
+    fields = part._replace(shard=shard).fields
+    return ShardedTreeBatch(**tokens, **fields, position_ids=position_ids, num_samples=num_samples)
 
 
 def _token_fields(
@@ -180,48 +206,46 @@ def _document_positions(
 
 
 def _sequence_shard(
-    lengths: Sequence[int], ranks: Sequence[int], split: SequenceSplit, routes: dict[str, FeatureRoute]
+    lengths: Sequence[int], placement: Sequence[int], split: SequenceSplit, routes: dict[str, FeatureRoute]
 ) -> SequenceShard:
-    """Describe this rank's part; ``lengths`` and ``ranks`` (or ``SHARDED``) are of all documents."""
-    local_lengths = tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == split.rank)
-    sharded_lengths = tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == SHARDED)
+    """Describe this rank's part; ``lengths`` and ``placement`` are those of all documents."""
+    local_lengths = tuple(length for length, rank in zip(lengths, placement, strict=True) if rank == split.rank)
+    sharded_lengths = tuple(length for length, rank in zip(lengths, placement, strict=True) if rank == SHARDED)
     return SequenceShard(split, local_lengths, sharded_lengths, routes)
 
 
 def _with_filler_documents(
-    samples: Sequence[EncodedSample], sample_ranks: list[int], split: SequenceSplit
+    samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
-    """Return the samples and filler documents, and the rank of each document, or ``SHARDED``.
+    """Return samples, padded if they are sharded, and fillers, with the placement of all: no rank is without tokens.
 
-    Each sharded sample is padded so that its chunks are equal, and a sharded filler document makes the sum of all
-    sharded documents divisible by the number of ranks. If nothing is sharded, each rank without a sample gets a filler
-    document of one token. ``sample_ranks``: the rank of each sample, or ``SHARDED``.
+    A sharded filler makes the tokens of all sharded documents divisible among the ranks.
     """
     documents = list(samples)
-    ranks = list(sample_ranks)
+    placement = list(sample_placement)
     num_sharded_tokens = 0
-    for number, rank in enumerate(sample_ranks):
+    for number, rank in enumerate(sample_placement):
         if rank == SHARDED:
             documents[number] = align_sample(samples[number], split.multiple)
             num_sharded_tokens += documents[number].length
     num_filler_tokens = split.num_filler_tokens(num_sharded_tokens)
     if num_filler_tokens:
         documents.append(filler_document([PAD_ID] * num_filler_tokens))
-        ranks.append(SHARDED)
-    if num_sharded_tokens == 0:
+        placement.append(SHARDED)
+    if num_sharded_tokens == 0:  # else each rank holds a part of the sharded documents
         for rank in range(split.size):
-            if rank not in sample_ranks:
+            if rank not in sample_placement:
                 documents.append(filler_document([PAD_ID]))
-                ranks.append(rank)
-    return documents, ranks
+                placement.append(rank)
+    return documents, placement
 
 
 def _padding_by_rank(
-    documents: Sequence[EncodedSample], ranks: Sequence[int], split: SequenceSplit, pad_to_multiple_of: int
+    documents: Sequence[EncodedSample], placement: Sequence[int], split: SequenceSplit, pad_to_multiple_of: int
 ) -> dict[int, int]:
-    """Return the number of padding tokens of each rank that needs any; ``ranks`` are those of the documents."""
+    """Return the number of padding tokens of each rank that needs any."""
     lengths = np.array([document.length for document in documents], np.int64)
-    document_ranks = np.array(ranks)
+    document_ranks = np.array(placement)
     num_sharded_per_rank = int(lengths[document_ranks == SHARDED].sum()) // split.size
     padding_by_rank = {}
     for rank in range(split.size):
@@ -232,44 +256,13 @@ def _padding_by_rank(
     return padding_by_rank
 
 
-def _load_rank_media(
-    documents: Sequence[EncodedSample],
-    ranks: Sequence[int],
-    spec: InputSpec,
-    tokens_by_rank: Sequence[Int64Array],
-    split: SequenceSplit,
-    towers: frozenset[Tower],
-) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
-    """Load the inputs of this rank's towers, and plan the exchange of the features that they compute.
-
-    A tower that runs without media of this rank gets a blank image or silence, whose features are not sent.
-
-    Args:
-        ranks: the rank of each document, or ``SHARDED``.
-        tokens_by_rank: positions in the sequence of each rank's tokens.
-        towers: towers that must run, even if no document has media for them.
-
-    Returns:
-        inputs of the towers by argument, and for each kind of medium the route of its features to their tokens.
-    """
-    if not spec.has_vision:
-        return {}, {}
-    # The encoding rank of each placeholder token, by kind of medium. A model may take videos as images.
-    _refuse_mixed_media(documents, spec)
-    source_ranks: dict[MediaKind, list[int]] = defaultdict(list)
-    for (_, kind, medium), rank in _assign_media(documents, ranks, spec, split):
-        source_ranks[spec.family.taken_as(kind)] += [rank] * medium.num_tokens
-    routed_kinds = _routed_kinds(source_ranks.keys(), towers)
-    inputs = load_media(with_rank_media(documents, ranks, spec, split), spec)
-    input_ids = spec.model_ids(np.concatenate([document.input_ids for document in documents]))
-    routes: dict[str, FeatureRoute] = {}
-    for kind in spec.family.kinds:
-        if kind in routed_kinds:
-            placeholders = np.flatnonzero(input_ids == spec.pad_ids[kind])  # positions in the sequence
-            kind_ranks = np.array(source_ranks[kind], np.int64)
-            routes[kind] = route_features(placeholders, kind_ranks, tokens_by_rank, split.rank)
-            inputs = _with_blank_medium(inputs, kind, spec)
-    return inputs, routes
+def _feature_ranks(media_ranks: Sequence[tuple[DocumentMedium, int]], kind: MediaKind, spec: InputSpec) -> Int64Array:
+    """Return the rank that computes the feature of each placeholder token of a kind, (n,), in the tokens' order."""
+    ranks: list[int] = []
+    for each, rank in media_ranks:
+        if spec.family.taken_as(each.kind) == kind:
+            ranks += [rank] * each.medium.num_tokens
+    return np.array(ranks, np.int64)
 
 
 def _refuse_mixed_media(documents: Sequence[EncodedSample], spec: InputSpec) -> None:
@@ -283,17 +276,19 @@ def _refuse_mixed_media(documents: Sequence[EncodedSample], spec: InputSpec) -> 
             )
 
 
-def _routed_kinds(media_kinds: Collection[MediaKind], towers: frozenset[Tower]) -> set[MediaKind]:
+def _routed_kinds(
+    media_ranks: Sequence[tuple[DocumentMedium, int]], spec: InputSpec, towers: frozenset[Tower]
+) -> list[MediaKind]:
     """Return the kinds of media whose features ranks exchange: those of the sequence, and those that ``towers`` need.
 
     All ranks must run the same towers, so a kind that any rank encodes is routed on every rank.
     """
-    routed_kinds = set(media_kinds)
-    if "vision" in towers and not routed_kinds & {"image", "video"}:
-        routed_kinds.add("image")
+    kinds = {spec.family.taken_as(each.kind) for each, _ in media_ranks}
+    if "vision" in towers and not kinds & {"image", "video"}:
+        kinds.add("image")
     if "sound" in towers:
-        routed_kinds.add("audio")
-    return routed_kinds
+        kinds.add("audio")
+    return [kind for kind in spec.family.kinds if kind in kinds]
 
 
 def _with_blank_medium(inputs: dict[str, Tensor], kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
@@ -311,36 +306,43 @@ def with_rank_media(
 ) -> list[EncodedSample]:
     """Return the samples of a sequence with only those media that this rank's towers encode.
 
-    A video's sound track becomes a sound of its own, because another rank may encode the video's frames.
+    ``placement``: the rank that holds each sample, or ``SHARDED``.
     """
-    rank_media: dict[tuple[int, MediaKind], list[Any]] = defaultdict(list)  # by number of the sample, and kind
-    for (number, kind, medium), rank in _assign_media(samples, placement, spec, split):
-        if rank == split.rank:
+    return _with_media_of(split.rank, samples, _assign_media(samples, placement, spec, split))
+
+
+def _with_media_of(
+    rank: int, documents: Sequence[EncodedSample], media_ranks: Sequence[tuple[DocumentMedium, int]]
+) -> list[EncodedSample]:
+    """Return documents with only the media of a rank; a video's sound track is a sound, maybe of another rank."""
+    media: dict[tuple[int, MediaKind], list[Any]] = defaultdict(list)  # by number of the document, and kind
+    for (number, kind, medium), medium_rank in media_ranks:
+        if medium_rank == rank:
             if isinstance(medium, EncodedVideo):
                 medium = dataclasses.replace(medium, audio=None)
-            rank_media[number, kind].append(medium)
+            media[number, kind].append(medium)
     results = []
-    for number, sample in enumerate(samples):
-        images = tuple(rank_media[number, "image"])
-        videos = tuple(rank_media[number, "video"])
-        sounds = tuple(rank_media[number, "audio"])
-        results.append(dataclasses.replace(sample, images=images, videos=videos, audios=sounds))
+    for number, document in enumerate(documents):
+        images = tuple(media[number, "image"])
+        videos = tuple(media[number, "video"])
+        sounds = tuple(media[number, "audio"])
+        results.append(dataclasses.replace(document, images=images, videos=videos, audios=sounds))
     return results
 
 
 def _assign_media(
-    documents: Sequence[EncodedSample], ranks: Sequence[int], spec: InputSpec, split: SequenceSplit
+    documents: Sequence[EncodedSample], placement: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> list[tuple[DocumentMedium, int]]:
     """Return all media of a sequence, each with the rank that encodes it; a sound track is a medium of its own.
 
     The media of a local document are encoded by its rank. The media of sharded documents are distributed so that all
-    ranks have similar costs in the towers. ``ranks``: the rank of each document, or ``SHARDED``.
+    ranks have similar costs in the towers.
     """
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
         media += _media_of(document, number, spec)
     costs = _tower_costs(media, spec)
-    encoding_ranks = np.array([ranks[each.document] for each in media], np.int64)
+    encoding_ranks = np.array([placement[each.document] for each in media], np.int64)
     is_sharded = encoding_ranks == SHARDED  # whether the medium is in a sharded document
     local_costs = np.bincount(encoding_ranks[~is_sharded], costs[~is_sharded], split.size)  # of each rank
     encoding_ranks[is_sharded] = assign_heaviest_first(costs[is_sharded].tolist(), local_costs.tolist())
