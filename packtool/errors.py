@@ -153,10 +153,8 @@ class RowError(DataError):
     """One row cannot be used.
 
     Args:
-        source: file of the row.
-        row: 0-based number in that file.
-        reason: the machine-readable reason, as in ``dropped.jsonl``.
-        detail: the reason in words, for the user.
+        row: 0-based number in the file ``source``.
+        reason: the machine-readable reason, as in ``dropped.jsonl``; ``detail`` is the reason in words.
     """
 
     def __init__(self, source: str, row: int, reason: str, detail: str, remedy: str | None = None) -> None:

@@ -25,10 +25,7 @@ _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "r
 
 
 def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
-    """Print figures of a cache, sample, pack or run; or verify a cache; or write or serve pages of samples.
-
-    Exits with code 4 if ``--verify`` finds damaged files.
-    """
+    """Print a cache, sample, pack or run; or verify a cache; or write or serve pages of samples."""
     from packtool.report.trained import is_run
 
     if is_run(config.directory):

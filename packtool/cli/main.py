@@ -167,12 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _exit_without_teardown(code: int) -> None:
-    """Exit without Python's own teardown, which can crash after an interrupt.
+    """Exit without Python's own teardown, which can crash after an interrupt; functions of ``atexit`` still run.
 
-    Ctrl-C leaves work half done: torch's threads and C++ objects may crash while the interpreter is torn down (exit by
-    SIGSEGV), and after an interrupt in code that was compiled from a string, as dataclasses are, Python ends itself
-    with SIGINT even if the interrupt was caught. Functions registered with ``atexit`` still run, so that worker
-    processes, temporary files and logs are cleaned up as in any exit.
+    torch's threads and C++ objects may crash (SIGSEGV), and after an interrupt in code that was compiled from a string,
+    as dataclasses are, Python ends itself with SIGINT even if the interrupt was caught.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -51,9 +51,7 @@ if TYPE_CHECKING:
 class Invocation:
     """One call of a command.
 
-    Args:
-        arguments: everything after ``packtool``, unchanged; torchrun starts every process with it.
-        as_json: print one JSON document on stdout instead of text.
+    ``arguments`` are everything after ``packtool``, unchanged: torchrun starts every process with them.
     """
 
     arguments: tuple[str, ...]
@@ -102,16 +100,13 @@ def rewrite_arguments(
     positional: str | None = None,
     explain_unknown: Callable[[str, str | None], str | None] | None = None,
 ) -> list[str]:
-    """Rewrite a command line into the form that typer reads.
+    """Rewrite a command line into the form that typer reads; a ConfigError names what is wrong.
 
     Args:
         kinds: of each option, by its name with dashes.
         positional: the option that gets values without an option's name.
         explain_unknown: returns the error message for an unknown option and its value, or None to ignore them. By
             default, unknown options and values without an option are left for typer to refuse.
-
-    Raises:
-        ConfigError: naming unknown options, invalid booleans, and values without an option.
     """
     result, problems = list[str](), list[str]()
     next_index = 0  # of the argument after those that were read

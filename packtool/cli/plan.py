@@ -54,19 +54,27 @@ def _plan(config: PlanConfig, invocation: Invocation) -> None:
         write_lock(config.lock, lock_of(inputs, BatchShape.of(config, num_ranks)))
     if config.html is not None:
         plan.page(config.html, invocation.command)
-    if not invocation.as_json:
+    if invocation.as_json:
+        show_json(plan.summary | _estimates(config, plan.preview))
+    else:
         _print_plan(plan, config)
-        return
-    summary = plan.summary
+
+
+def _estimates(config: PlanConfig, preview: Preview) -> dict[str, Any]:
+    """Return the estimates of memory and loading that ``config`` requests, for ``--json``."""
+    estimates: dict[str, Any] = {}
     if config.model is not None:
-        memory = _memory(config, plan.preview)
-        summary["memory_gib"] = None if isinstance(memory, str) else memory.total
-        stages = [] if isinstance(memory, str) else _recomputation(config, plan.preview)
-        if stages:
-            summary["recomputation"] = [figures for figures, _line in stages]
+        memory = _memory(config, preview)
+        if isinstance(memory, str):  # why it is unknown
+            estimates["memory_gib"] = None
+        else:
+            estimates["memory_gib"] = memory.total
+            stages = _recomputation(config, preview)
+            if stages:
+                estimates["recomputation"] = [figures for figures, _ in stages]
     if config.media:
-        summary["media"] = _loading_times(config, plan.preview).figures()
-    show_json(summary)
+        estimates["media"] = _loading_times(config, preview).figures()
+    return estimates
 
 
 def _print_plan(plan: Plan, config: PlanConfig) -> None:
@@ -74,8 +82,9 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
     from packtool.report.tables import print_table
 
     preview = plan.preview
+    name = " ".join(config.cached_dataset) or config.mix or config.lengths
     stage = "an epoch of the first stage of " if preview.inputs.stages else ""
-    print_table(f"plan for {stage}{' '.join(config.cached_dataset) or config.mix or config.lengths}", plan.lines)
+    print_table(f"plan for {stage}{name}", plan.lines)
     _print_sources(preview)
     for line in (preview.batch_line, preview.shared_line):
         if line is not None:
@@ -150,7 +159,8 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
         if reason is not None:
             lines += ["", reason]
     if config.html is not None:
-        title = names_of(config.cached_dataset or (str(config.mix or config.lengths),))
+        paths = config.cached_dataset or (str(config.mix or config.lengths),)
+        title = names_of(paths)
         storage.publish(config.html, sweep_page(figures, title, invocation.command).encode())
         lines.append(f"written: {config.html}")
     invocation.show(figures, lines)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
     """Yield a wrapper of ``progress`` whose methods all raise KeyboardInterrupt once there was a Ctrl-C.
 
-    Libraries have bare ``except:`` clauses, and Python discards exceptions in callbacks from C and in finalizers. A
-    Ctrl-C at that moment would be lost; here the next call of the progress raises it again.
+    Libraries have bare ``except:`` clauses, and Python discards exceptions in callbacks from C and in finalizers.
     """
     was_interrupted = False
 
@@ -60,10 +59,7 @@ def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
 
 
 def run_train(config: TrainConfig, invocation: Invocation) -> None:
-    """Train and print the summary; start torchrun first if the environment asks for several processes.
-
-    Invalid settings are reported once, before other processes start. A dry run starts none.
-    """
+    """Train and print the summary; start torchrun first if the environment asks for several processes."""
     from packtool.rows.hubs import with_local_copies
     from packtool.train.prepare.output_dir import refuse_other_run, with_defaults
 
@@ -190,10 +186,7 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
 
 def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
-    """Compare packed and single samples and print the report; exit with code 4 if they differ.
-
-    Several processes start only for sequence parallelism; otherwise one process computes everything.
-    """
+    """Compare packed and single samples and print the report; exit with code 4 if they differ."""
 
     def prepare(world: World) -> None:
         """Check the model and the sequence parallel sizes, without samples, before other processes start."""

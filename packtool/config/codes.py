@@ -58,12 +58,7 @@ def with_code(reason: str) -> str:
 
 @functools.cache
 def code_of_error(class_names: tuple[str, ...], module: str) -> str:
-    """Return the code of an error.
-
-    Args:
-        class_names: the error's class and its base classes, the most specific first.
-        module: the module that raised it, without ``packtool.``.
-    """
+    """Return the code of an error by its class, then its base classes, and the module that raised it."""
     code_by_origin = {origin: row.code for row in codes().values() for origin in row.origins.split()}
     for class_name in class_names:
         matching = [origin for origin in code_by_origin if fnmatchcase(f"{class_name}:{module}", origin)]

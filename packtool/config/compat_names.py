@@ -14,7 +14,7 @@ from typing import Literal, cast, get_args
 
 from packtool.config.settings import FALSE_WORDS, flag
 
-# All but the first: from the most to the least helpful one.
+# "same": an option of packtool, too; the others from the most to the least helpful explanation.
 Status = Literal["same", "renamed", "set", "unsupported", "unneeded"]
 EVERY_COMMAND = "*"
 SET_TOO = "--set training."
@@ -83,23 +83,25 @@ def find_entry_of_tool(name: str, tool: str, command: str) -> CompatName | None:
 def find_compat_name(name: str, command: str) -> CompatName | None:
     """Return the entry of another tool's option or key that packtool does not have; None if there is none.
 
-    If tools explain the name differently, the most helpful entry is returned, and has the others in ``other_meanings``.
-    ``name`` may have dashes or underscores.
+    If the name has several meanings, the most helpful entry has the others in ``other_meanings``.
     """
     entry_of_tool: dict[str, CompatName] = {}
     for entry in compat_entries(name.replace("-", "_")):  # those of this command come before those of all commands
-        is_option = not entry.is_variable  # not an environment variable
-        if is_option and entry.command in (EVERY_COMMAND, command) and entry.status != "same":
+        applies = entry.command in (EVERY_COMMAND, command) and not entry.is_variable
+        if applies and entry.status != "same":
             entry_of_tool.setdefault(entry.tool, entry)
     # Tools with the same explanation become one entry, which names all of them.
     meanings: dict[tuple[str, str, str], CompatName] = {}
     for entry in entry_of_tool.values():
         explanation = (entry.status, entry.options, entry.reason)
-        earlier = meanings.get(explanation)
-        meanings[explanation] = entry if earlier is None else replace(earlier, tool=f"{earlier.tool}, {entry.tool}")
+        if explanation in meanings:
+            tools = f"{meanings[explanation].tool}, {entry.tool}"
+            entry = replace(meanings[explanation], tool=tools)
+        meanings[explanation] = entry
     if not meanings:
         return None
-    first, *others = sorted(meanings.values(), key=lambda entry: get_args(Status).index(entry.status))
+    most_helpful_first = get_args(Status)
+    first, *others = sorted(meanings.values(), key=lambda entry: most_helpful_first.index(entry.status))
     return replace(first, other_meanings=tuple(others))
 
 

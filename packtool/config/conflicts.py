@@ -40,10 +40,7 @@ class Settings:
 
 @functools.cache
 def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], str], ...]:
-    """Return the rules of ``conflicts.tsv``: (section, terms, message).
-
-    A rule applies if all terms hold; a term holds if one of its alternatives does.
-    """
+    """Return (section, terms, message) of ``conflicts.tsv``; a term holds if one of its alternatives does."""
     rules = []
     section = ""
     for line in resources.files("packtool.config").joinpath("conflicts.tsv").read_text(encoding="utf-8").splitlines():

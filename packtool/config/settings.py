@@ -171,9 +171,7 @@ FALSE_WORDS = ("false", "no", "off", "0")
 class Synonyms:
     """Accepted synonyms for the values of a setting, such as those of other tools.
 
-    Args:
-        words: value by synonym.
-        refused: words that have no equivalent value, with the reason and what to give instead.
+    ``refused`` has words without an equivalent value, with the reason and what to give instead.
     """
 
     words: Mapping[str, str]
@@ -201,15 +199,14 @@ def option(
     """Declare a setting.
 
     Args:
-        default: default value, or ``REQUIRED``.
+        default: or ``REQUIRED``.
         help: at most 15 words for ``--help``; ``scripts/option_details.tsv`` has the rest for ``docs/options.md``.
         panel: heading under which ``--help`` shows it; None for a setting that only YAML and ``--set`` can set.
         env: environment variable that can also set it.
         aliases: other names of the option, such as ``tuner_type`` for ``train_type``.
         minimum, maximum: inclusive bounds of a number, which is at least 1 by default; None for no bound.
-
-        path: whether ``--help`` shows its text as a path.
-        needs: (another setting, those of its values, separated by ``|``, with which this setting has an effect).
+        path: ``--help`` shows PATH, not TEXT, as its value.
+        needs: (another setting, its values separated by ``|``): without them, this setting has no effect.
     """
     metadata: dict[str, Any] = {"help": help, "panel": panel, "env": env, "aliases": aliases}
     metadata |= {"minimum": minimum, "maximum": maximum, "path": path, "needs": needs}
@@ -391,10 +388,7 @@ def _parse_set(item: str) -> tuple[str, str, Any]:
 
 
 def part_of(cls: type[T], config: object, **overrides: Any) -> T:
-    """Make options of class ``cls`` from the fields of the same names of larger options, and from ``overrides``.
-
-    Where a value is missing or None in ``config``, the default of ``cls`` remains.
-    """
+    """Make options of class ``cls`` from equally named fields of ``config``, unless None, and ``overrides``."""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     values = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     return cls(**{**values, **overrides})

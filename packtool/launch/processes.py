@@ -40,7 +40,6 @@ class Processes:
     """Number of processes, and the address at which they meet.
 
     Args:
-        per_node, num_nodes: processes on each machine, and machines.
         node_rank: 0-based number of this machine.
         address, port: of the first machine; None if the environment does not set them.
     """
@@ -58,10 +57,7 @@ class Processes:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Processes:
-        """Read ``NPROC_PER_NODE``, ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
-
-        A ConfigError lists all wrong and missing values.
-        """
+        """Read the variables that request processes; a ConfigError lists all wrong and missing values."""
         problems: list[str] = []  # ``_number_from`` appends to it
         per_node = _number_from(environ, "NPROC_PER_NODE", problems, default=1, minimum=1)
         num_nodes = _number_from(environ, "NNODES", problems, default=1, minimum=1)
@@ -89,13 +85,8 @@ def launch_command(
 ) -> list[str] | None:
     """Return the torchrun command that runs ``packtool ARGUMENTS`` in all processes of this machine.
 
-    Args:
-        arguments: of packtool, from the subcommand on.
-        launches_single: return a command for a single process too, which then has torchrun's environment.
-        max_wait: seconds to wait for other machines; by default 1800.
-
-    Returns:
-        None inside torchrun, and for a single process unless ``launches_single``.
+    None inside torchrun, and for a single process unless ``launches_single``. ``max_wait``: seconds to wait for other
+    machines.
     """
     if is_launched(environ):
         return None
@@ -118,20 +109,15 @@ def launch_command(
 
 
 def set_passive_omp_wait() -> None:
-    """Let waiting OpenMP threads sleep instead of spin; call it before torch is imported.
+    """Let waiting OpenMP threads sleep, unless ``OMP_WAIT_POLICY`` is set; call it before torch is imported.
 
-    Spinning made CPU training ten times slower on a shared machine; sleeping has no measurable cost on an idle one. If
-    ``OMP_WAIT_POLICY`` is set, nothing changes.
+    Spinning made CPU training ten times slower on a shared machine.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def end_with_launcher() -> None:
-    """Kill this process when its launcher ends, even if that is killed; does nothing outside torchrun.
-
-    A killed launcher cannot stop its processes, which would occupy the GPUs of the next job. On Linux the kernel kills
-    the process at once; elsewhere a thread polls.
-    """
+    """Kill this process when its launcher ends, even if that is killed; does nothing outside torchrun."""
     if not is_launched():
         return
     parent = os.getppid()
@@ -167,10 +153,7 @@ def _has_launcher_ended() -> bool:
 def launch_if_requested(
     arguments: Sequence[str], *, launches_single: bool = False, max_wait: int | None = None
 ) -> None:
-    """Replace this process by torchrun if ``launch_command`` returns a command for these arguments; else return.
-
-    Unless ``OMP_NUM_THREADS`` is set, the processes get equal numbers of threads, together as many as there are cores.
-    """
+    """Replace this process by torchrun if ``launch_command`` returns a command for these arguments."""
     command = launch_command(arguments, os.environ, launches_single=launches_single, max_wait=max_wait)
     if command is None:
         return
@@ -213,8 +196,6 @@ def launch_ranks(
     """Return the rank of this process, or replace the process by torchrun, which runs packtool in every rank.
 
     Args:
-        arguments: of packtool, from the subcommand on.
-        sequence_parallel_size: number of processes that share each sequence.
         prepare: called with rank 0 before processes are started, to report problems once.
         torchrun: ``auto`` starts it if the environment requests several processes, ``always`` also for one. With
             ``never``, this process is rank 0 of the requested number, for previews and work of a single process.
@@ -238,8 +219,7 @@ _STORE_SECONDS = 2.0
 def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None) -> bool:
     """Return whether another process of this run has printed a message; if not, record that this one prints it.
 
-    The record is kept in torchrun's store, which exists before the processes have met and after one has failed. Without
-    torchrun, or if the store does not respond, every process prints its messages.
+    Without torchrun, or if its store does not respond, every process prints its messages.
     """
     environ = os.environ if environ is None else environ
     if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -264,11 +244,7 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
 
 @contextlib.contextmanager
 def imported_at_once() -> Iterator[None]:
-    """Disable garbage collection while torch and transformers are imported; later collections skip their objects.
-
-    These objects stay alive, and traversing them takes a third of the import time. Nothing changes if transformers is
-    already imported.
-    """
+    """Disable garbage collection while torch and transformers are imported, which would take a third longer."""
     if "transformers" in sys.modules or not gc.isenabled():
         yield
         return

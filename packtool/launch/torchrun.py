@@ -60,8 +60,7 @@ class SignalForwarder:
     """Signal handlers that forward SIGTERM, SIGUSR1 and Ctrl-C to the ranks, which save a checkpoint and end.
 
     torchrun would kill them after 30 seconds, perhaps while they write a checkpoint. A second Ctrl-C ends all processes
-    at once, and so does any of these signals before ranks are started. SIGKILL cannot be forwarded; ranks notice it by
-    ``packtool.launch.processes.end_with_launcher``.
+    at once, and so does any of these signals before ranks are started.
 
     Attributes:
         received: number of the first signal, 0 for none.
@@ -240,10 +239,7 @@ class LauncherGroup:
                 self._end_stuck_ranks()
 
     def _exchange(self) -> None:
-        """Write this machine's record and update ``_state``; node 0 also publishes it.
-
-        An error of the store is kept in ``_store_error``, and the next call connects again.
-        """
+        """Write this machine's record and update ``_state``; after an error, the next call connects again."""
         try:
             store = self._store or self._connect()
             self._record["beat"] += 1
@@ -427,11 +423,10 @@ def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
 
 
 def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun to its end; on several machines, wait for their launchers before.
+    """Run torchrun to its end, on several machines after all launchers have met.
 
     Returns:
-        0 if all processes succeeded; the exit code of the first process that failed; 128 + n if signal n ended that
-        process, or was received by this launcher.
+        the exit code of the first process that failed, or 128 + n if signal n ended it or this launcher received it.
     """
     # The failed process has printed the problem; torchrun would add a table and a stack trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

@@ -33,10 +33,9 @@ _POLL_S = 0.5
 
 @contextlib.contextmanager
 def _worker_start() -> Iterator[None]:
-    """Block signals and hide the main module while a worker starts.
+    """Block signals and hide the main module while a worker starts, which inherits them until ``begin_worker``.
 
-    The worker inherits the blocked signals until it runs ``begin_worker``. It would also import the main module, which
-    is the command line or the user's script, although it only runs functions of packtool.
+    The worker would import the main module, which is the command line or the user's script.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     main = sys.modules["__main__"]
@@ -49,10 +48,9 @@ def _worker_start() -> Iterator[None]:
 
 
 def begin_worker(number: int = 0) -> None:
-    """Ignore signals that go to all processes of a job; called in each worker, by DataLoader with its number.
+    """Ignore signals that go to all processes of a job, except SIGTERM from the parent.
 
-    A scheduler that ends a job sends SIGTERM to all its processes, but without its workers the parent could not save a
-    checkpoint. Only SIGTERM from the parent ends a worker.
+    Called in each worker, by DataLoader with its number. Without its workers, the parent could not save a checkpoint.
     """
     for ignored in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
@@ -82,9 +80,8 @@ class WorkerDied(Exception):
 class WorkerPool(Generic[Job, Result]):
     """Spawned processes that run one job at a time; a context manager that kills them at its end.
 
-    A thread per process sends jobs to it and receives their results, so that jobs run while the caller does something
-    else. The caller shares only ``SimpleQueue`` with the threads. A KeyboardInterrupt can leave the lock of a future
-    or a condition locked, because Python code releases it, and a thread that needs it would wait forever.
+    A thread per process exchanges jobs and results with it. The caller shares only ``SimpleQueue`` with the threads: a
+    KeyboardInterrupt can leave the lock of a future or a condition locked.
 
     Args:
         num_proc: maximum number of processes.
@@ -129,10 +126,7 @@ class WorkerPool(Generic[Job, Result]):
                 threading.Thread(target=self._run_jobs, args=(pipe,), daemon=True).start()
 
     def check_ready(self, wait_s: float | None = 0.0) -> None:
-        """Raise the error of ``make`` in the first process, if any. Not to be called during ``map``.
-
-        ``wait_s``: seconds to wait for ``make``; None waits until it returns.
-        """
+        """Raise the error of ``make`` in the first process, after ``wait_s`` seconds; None waits until it returns."""
         while self._workers and not self._is_ready:
             pipe = self._workers[0][1]
             if pipe.poll(_POLL_S if wait_s is None else wait_s):

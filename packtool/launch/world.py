@@ -24,12 +24,7 @@ def is_launched(environ: Mapping[str, str] | None = None) -> bool:
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process and the number of processes of a run.
-
-    Args:
-        size: number of processes (``WORLD_SIZE``).
-        sequence_parallel_size: number of consecutive ranks that share each sequence.
-    """
+    """The rank of this process; ``sequence_parallel_size`` consecutive ranks share each sequence."""
 
     rank: int = 0
     size: int = 1
@@ -92,10 +87,7 @@ def processes_of_machine(otherwise: int = 1) -> int:
 
 
 def gpu_names(pattern: str = "/proc/driver/nvidia/gpus/*/information") -> tuple[str, ...]:
-    """Return the names of the GPUs, as in ``("NVIDIA H100 80GB HBM3",)``, without loading torch.
-
-    ``pattern`` matches the driver's files, each of which describes a GPU; unreadable files are skipped.
-    """
+    """Return the names of the GPUs, without torch, from the driver's files that match ``pattern``."""
     names = []
     for path in sorted(glob.glob(pattern)):
         with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
@@ -128,11 +120,7 @@ def is_lost_peer(error: Exception) -> bool:
 
 
 def all_gather_objects(own: T, num_processes: int, group: Any = None) -> list[T]:
-    """Gather a picklable object from each process, in the order of ranks; all processes must call this.
-
-    Args:
-        num_processes: size of the group; with 1, no process group is needed.
-    """
+    """Gather a picklable object from each of ``num_processes``, by rank; all processes must call this."""
     if num_processes == 1:
         return [own]
     import torch.distributed as dist  # here, because a single process may do without torch

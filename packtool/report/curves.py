@@ -171,7 +171,7 @@ def _split_into_dashes(points: Sequence[Point], dashes: tuple[int, int]) -> Iter
     part = [points[0]]  # points of the present dash or gap
     for (x, y), (next_x, next_y) in pairwise(points):
         length = math.hypot(next_x - x, next_y - y)
-        distance = 0.0  # from (x, y), of the end of the last dash or gap on this segment
+        distance = 0.0  # from (x, y) to where the present dash or gap began
         while length - distance > remaining:
             distance += remaining
             end = (x + (next_x - x) * distance / length, y + (next_y - y) * distance / length)
@@ -193,7 +193,7 @@ class Curve:
     Args:
         x, y: (N,), x ascending; the curve is interrupted where y is not finite.
         style: ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
-        name: text at the end of the curve; "" for none.
+        name: text at the end of the curve.
     """
 
     x: Numbers
@@ -204,10 +204,7 @@ class Curve:
 
 
 def write_curves(metrics_path: str, output_dir: str) -> str | None:
-    """Draw a training log by optimizer step; return the path of the image, None if the log has no figures.
-
-    ``metrics_path``: a file with a JSON object per line, with ``step`` and figures. An incomplete last line is ignored.
-    """
+    """Draw a training log by optimizer step; return the path of the image, None if the log has no figures."""
     records = _read_records(metrics_path)
     charts = charts_of(records)
     if not charts:
@@ -296,25 +293,25 @@ def _chart(
     high: float | None = None,
     suffix: str = "",
 ) -> Chart | None:
-    """Return a chart of curves with a common vertical axis; None if they have no finite value.
-
-    ``low`` and ``high`` are the ends of the vertical axis, by default slightly beyond the values.
-    """
+    """Return a chart of curves, by default slightly larger than their values; None without a finite value."""
     finite_curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not finite_curves:
         return None
-    x = _step_axis(records)
     fixed_ends = [end for end in (low, high) if end is not None]
     padded_low, padded_high = _padded_range(finite_curves, fixed_ends)
     if suffix == "%":
         padded_low, padded_high = max(padded_low, 0.0), min(padded_high, 100.0)
-    y_start = padded_low if low is None else low
-    y_stop = padded_high if high is None else high
-    y = Axis.linear(title, y_start, y_stop, num_ticks=5, suffix=suffix)
+    if low is None:
+        low = padded_low
+    if high is None:
+        high = padded_high
+    x = _step_axis(records)
+    y = Axis.linear(title, low, high, num_ticks=5, suffix=suffix)
     shapes = []
     for curve in finite_curves:
         shapes += _curve_paths(curve, x, y)
-    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)  # of any curve, drawn or not
+    # The maximum, because a smoothed curve has the same gaps as the values themselves.
+    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
     notes = []
     if num_not_finite:
         notes.append(Note.plain(AXIS_LENGTH, f"{plural(num_not_finite, 'value')} not finite"))
@@ -360,10 +357,7 @@ def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
 
 
 def _drawn_indices(values: Numbers) -> list[int]:
-    """Return the indices of the points to draw: of many, only the minimum and maximum of each group.
-
-    So spikes stay visible. A group without a finite value is represented by its first, which interrupts the line.
-    """
+    """Return the indices of the points to draw: of many, the minimum and maximum of each group, to keep spikes."""
     group_size = math.ceil(len(values) / _MAX_POINTS)
     if group_size <= 2:
         return list(range(len(values)))
@@ -403,10 +397,9 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Return a curve for each logged figure in ``end_texts``, which has the text at the end of its curve.
+    """Return a curve for each logged figure in ``end_texts``, which has the text at its end; ``scale`` is a factor.
 
-    ``scale`` is a factor of the values. If ``style`` is "", each curve has its own style. ``is_marked``: draw a square
-    at each point.
+    Without ``style``, each curve has its own. ``is_marked``: draw a square at each point.
     """
     curves = []
     for number, (figure, end_text) in enumerate(end_texts.items()):

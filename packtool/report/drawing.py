@@ -43,13 +43,7 @@ _LETTER_WIDTH = 36  # of a label on a narrow phone, in units
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic axis.
-
-    Args:
-        name: quantity and unit.
-        ticks: (value, label) of each tick.
-        is_log: logarithmic; all values are positive.
-    """
+    """A linear or logarithmic axis; ``name`` is the quantity and its unit, ``ticks`` are (value, label)."""
 
     name: str
     low: float
@@ -72,7 +66,6 @@ class Axis:
         """Make a linear axis whose ticks are multiples of 1, 2, 2.5 or 5 times a power of ten.
 
         Args:
-            low, high: values at the ends; ``low < high``.
             num_ticks: approximate number of ticks.
             integers: only integers have ticks.
             extend: ticks begin at ``low``, and the axis ends with the first tick at or above ``high``.
@@ -174,12 +167,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Path:
-    """Lines through points.
-
-    Args:
-        strokes: points of each line; a single point is drawn as a dot.
-        name: text at the end of the last stroke; "" for none.
-    """
+    """Lines through points, or a dot for a stroke of one point; ``name`` is the text at the end."""
 
     strokes: Sequence[Sequence[Point]]
     style: str
@@ -214,10 +202,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Note:
-    """Text at the upper edge of a chart, at ``x`` units along the horizontal axis.
-
-    ``texts``: (style of a dot before the text, text); "" for no dot.
-    """
+    """Text at the upper edge of a chart, at ``x``; ``texts``: (style of a dot before the text or "", text)."""
 
     x: float
     texts: Sequence[tuple[str, str]]

@@ -142,7 +142,6 @@ class Part:
     Args:
         text: of the tokens; a description in brackets for media and for truncated tokens.
         weight: loss weight of trained tokens.
-        medium: the medium of placeholder tokens.
     """
 
     style: Style
@@ -163,10 +162,9 @@ def marked_text(parts: Iterable[Part]) -> str:
 
 
 def sample_view(directory: str, split: str, row: int, model: str | None = None) -> tuple[list[Line], list[Part]]:
-    """Return facts about a sample of a cache as (name, value), and its decoded parts.
+    """Return facts about sample ``row`` of a split as (name, value), and its decoded parts.
 
-    ``row`` is the sample's position in the split. ``model`` is the directory with the tokenizer, by default the
-    directory that the cache was exported with.
+    ``model`` is the directory with the tokenizer, by default the one that the cache was exported with.
     """
     reader = CacheReader.open([directory], split)
     if not 0 <= row < len(reader):
@@ -261,10 +259,7 @@ def _styles(sample: EncodedSample) -> list[tuple[Style, float]]:
 
 
 def _kind_of_medium(kinds: Sequence[str | None], start: int, pending_videos: Sequence[Medium]) -> str | None:
-    """Return the kind of the medium whose placeholder tokens begin at ``start``; None for text.
-
-    The placeholder tokens of a video's sound track may come before those of its frames: then it is a video.
-    """
+    """Return the kind of the medium at ``start``; None for text. A video may begin with its sound track."""
     kind = kinds[start]
     next_video = pending_videos[0] if pending_videos else None
     if kind == "audio" and isinstance(next_video, EncodedVideo) and next_video.audio is not None:
@@ -323,10 +318,7 @@ def medium_text(medium: Medium) -> str:
 
 
 def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
-    """Compare all files of a cache with its manifest, for ``packtool inspect --verify``.
-
-    In the result, ``damaged`` lists files with their problems, and ``mend`` is the command that repairs the cache.
-    """
+    """Compare all files of a cache with its manifest; ``mend`` is the command that repairs it."""
     directory = storage.normalize(directory)
     manifest = Manifest.read(directory)
     begin = time.perf_counter()
@@ -372,13 +364,8 @@ def damage_lines(figures: Figures) -> Iterator[str]:
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
     """Describe a pack of a saved plan as a tree of shared prefixes and samples.
 
-    Args:
-        plan: path of the plan.
-        model: directory of the model, by default that of the export; only read to locate media in shared prefixes.
-
-    Returns:
-        figures of the pack. ``tokens_without``: its tokens if nothing were shared. ``prefixes``: its shared prefixes.
-        ``samples``: the tokens that each sample adds to these. The entries of both are those of ``_branch_figures``.
+    ``model`` is the model's directory, by default that of the export; only read to locate media in shared prefixes. In
+    the result, ``tokens_without`` is the number of tokens if nothing were shared.
     """
     reader = CacheReader.open([directory])
     saved_plan = read_plan_of(reader, plan)
@@ -483,10 +470,7 @@ def pack_lines(pack: Figures) -> Iterator[str]:
 
 
 def _tree_lines(nodes: Sequence[Figures]) -> Iterator[str]:
-    """Yield the lines of trees of prefixes and samples, parents first.
-
-    A node's parent is the prefix with the number ``node["prefix"]``, or None.
-    """
+    """Yield the lines of trees of prefixes and samples, parents first."""
     last_child = {node["prefix"]: node for node in nodes}  # by the number of the parent
     # Characters that draw the tree in front of the lines of a prefix's children, by the number of the prefix.
     child_indents: dict[int | None, str] = {None: ""}

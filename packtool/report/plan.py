@@ -76,10 +76,7 @@ def sweep_cells(plans: Sequence[Figures]) -> list[tuple[str, ...]]:
 
 
 def sweep_page(plans: Sequence[Figures], title: str, command: str) -> str:
-    """Return the page of a sweep as HTML, which shows ``command`` as the command that made it.
-
-    ``plans`` has the figures of the plan for each packing length, as ``packtool plan --json`` outputs them.
-    """
+    """Return the page of a sweep as HTML; ``plans`` are the figures of each packing length."""
     header, *rows = sweep_cells(plans)
     max_steps = max(figures["steps_per_epoch"] for figures in plans)
     cards, steps = _sweep_cards(plans), _sweep_bars(plans, "steps_per_epoch", "{:,}".format, max_value=max_steps)
@@ -105,10 +102,7 @@ def _sweep_cards(plans: Sequence[Figures]) -> list[tuple[str, str, str]]:
 
 
 def _sweep_bars(plans: Sequence[Figures], name: str, text: Callable[[Any], str], max_value: float) -> list[Any]:
-    """Return a bar of the figure ``name`` for each packing length, in the format of ``simulation._bars``.
-
-    ``text`` formats the figure; a bar of ``max_value`` has the full width.
-    """
+    """Return a bar of the figure ``name`` for each packing length, in the format of ``simulation._bars``."""
     bars = []
     for figures in plans:
         segment = ("accent", 100 * figures[name] / (max_value or 1), "")

@@ -32,6 +32,7 @@ _MAX_LINES = 80
 _LINE_HEIGHT, _LINE_GAP = 9, 2  # of lines of samples, in CSS pixels
 _LINE_PITCH = _LINE_HEIGHT + _LINE_GAP
 _MIN_WIDTH = 6  # units of the axis; narrower samples have neither a border nor a hint
+_MIN_TOP = 1.02  # of the axis of the load balance
 _MIN_SHOWN_PADDING = 0.05  # with less, the page does not compare the tokens without packing
 _PREFIX_STYLE = "prefix"
 _FINGERPRINT = re.compile("[0-9a-f]{12,}")
@@ -315,18 +316,20 @@ def _pack_drawings(packs: Sequence[Sequence[Branch]], capacity: int, batch_size:
 def histogram(
     counted: Histogram, noun: str, unit: str, suffix: str = "", vertical_lines: Sequence[tuple[float, str]] = ()
 ) -> Chart:
-    """Return a bar chart of counts.
+    """Return a bar chart of counts of a plural ``noun`` by values in a ``unit``.
 
     Args:
-        noun: plural of the counted things, the name of the vertical axis.
-        unit: name of the horizontal axis.
-        suffix: unit after the numbers of the horizontal axis.
+        suffix: unit after the numbers of a linear horizontal axis.
         vertical_lines: (value, name) of each line; lines far beyond the bars are left out.
     """
     low, high = counted.edges[0], counted.edges[-1]
-    drawn_lines = [(value, name) for value, name in vertical_lines if low <= value <= low + 1.5 * (high - low)]
+    max_value = low + 1.5 * (high - low)
+    drawn_lines = [(value, name) for value, name in vertical_lines if low <= value <= max_value]
     x_stop = max([high, *(value for value, _ in drawn_lines)])
-    x = Axis.logarithmic(unit, low, x_stop) if counted.is_log else Axis.linear(unit, low, x_stop, 6, suffix=suffix)
+    if counted.is_log:
+        x = Axis.logarithmic(unit, low, x_stop)
+    else:
+        x = Axis.linear(unit, low, x_stop, num_ticks=6, suffix=suffix)
     max_count = max(counted.counts, default=0)
     y = Axis.linear(noun, 0, max_count or 1, num_ticks=4, integers=True, extend=True)
     lines, notes = _vertical_lines(x, drawn_lines)
@@ -355,22 +358,23 @@ def _vertical_lines(x: Axis, named_values: Iterable[tuple[float, str]]) -> tuple
 def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
     """Return a chart of each step's load imbalance: FLOPs of the slowest rank ÷ mean rank; 1 is balanced.
 
-    A single step far above all others (often the last one, which is smaller) would compress the rest, so it is drawn at
-    the upper edge with its value as text. ``before``: with round-robin assignment; not drawn if equal to ``after``.
+    A single step far above all others, often the last one, is drawn at the upper edge with its value as text.
+    ``before`` is with round-robin assignment, and not drawn if equal to ``after``.
     """
     num_steps = len(after)
     peaks = [max(pair) for pair in zip(before, after, strict=True)]  # the larger value of each step
-    top, outlier = _top_and_outlier(peaks)
+    top, outlier_step = _top_and_outlier(peaks)
     x = Axis("optimizer steps of the epoch, in order", low=0, high=1, ticks=_EPOCH_TICKS)
-    y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, max(top, 1.02), num_ticks=4, extend=True)
+    y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, max(top, _MIN_TOP), num_ticks=4, extend=True)
     step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]
     shapes = []
     if list(before) != list(after):
         shapes.append(_dots(step_positions, before, y, "dot-before"))
     shapes.append(_dots(step_positions, after, y, "dot-after"))
     notes = []
-    if outlier is not None:
-        notes.append(_outlier_note(step_positions[outlier], before[outlier], after[outlier], y.high))
+    if outlier_step is not None:
+        position = step_positions[outlier_step]
+        notes.append(_outlier_note(position, before[outlier_step], after[outlier_step], y.high))
     return Chart(x, y, shapes, notes)
 
 
@@ -402,13 +406,7 @@ def _outlier_note(position: float, before: float, after: float, max_drawn: float
 
 
 def shares_chart(mixture: Figures) -> Chart:
-    """Return a chart of the sources' shares along the steps, stacked; a steady mixture has horizontal borders.
-
-    Args:
-        mixture: the result of ``_mixture_content``. ``shares`` has a list for each interval of
-            ``steps_per_interval`` steps (the last interval may be shorter), with the share of each source, 0 to 1.
-            ``rows`` begin with the source's name, ``stages`` with the start of the stage as a fraction of the run.
-    """
+    """Return a chart of the sources' shares along the steps, stacked; ``mixture`` is that of ``_mixture_content``."""
     steps_per_interval = mixture["steps_per_interval"]
     x_name = f"optimizer steps of the {mixture['of']}, {steps_per_interval:,} at a time"
     x = Axis(x_name, low=0, high=1, ticks=_EPOCH_TICKS)
@@ -488,10 +486,7 @@ def blocks_drawing(
 ) -> Drawing:
     """Return a drawing of blocks to scale, one after the other and wrapped like text into lines of ``capacity`` tokens.
 
-    Args:
-        max_lines: number of lines after which blocks are not drawn.
-        padded: True if blocks without a style are padding, False if they are free space. The background of the drawing
-            hatches padding, because a pattern in stretched shapes would be distorted.
+    ``padded``: blocks without a style are padding, which the background hatches; otherwise they are free space.
     """
     num_drawn = min(sum(num_tokens for num_tokens, _ in blocks), max_lines * capacity)
     num_lines = math.ceil(num_drawn / capacity)

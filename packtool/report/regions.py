@@ -50,10 +50,9 @@ class ShownRegion:
     """A point, box or polygon to draw on an image.
 
     Args:
-        name: label in the text, or "".
         corners: (x, y) of each corner, as fractions of the image's width and height.
         image: number of the image in the sample.
-        is_certain: True if the sample has no other image that the text could mean.
+        is_certain: the sample has no other image that the text could mean.
     """
 
     name: str
@@ -84,7 +83,6 @@ def regions_of(
     Args:
         text: text of the sample, with ``PICTURE`` in place of each image.
         form: notation of boxes in the model's family; None if it has none.
-        limits: size limits of images, by which coordinates may be scaled.
         is_complete: False if the sample was truncated, so that images may be missing.
     """
     if form is None or not images:
@@ -114,10 +112,7 @@ def _is_ordered(corners: Sequence[Corner]) -> bool:
 
 
 def _read_regions(text: str) -> Iterator[tuple[int, str, list[Corner], bool]]:
-    """Yield position, name, corners as written, and is_marked of the regions that a text describes.
-
-    ``is_marked`` is True if special tokens or JSON mark the numbers as a region; False for a plain list of numbers.
-    """
+    """Yield position, name, corners, and whether tokens or JSON mark them, of the regions in a text."""
     for match in _REGION.finditer(text):
         is_marked = match["list"] is None
         name = _region_name(text, match)

@@ -439,11 +439,7 @@ _HEADERS = {
 
 
 class _PageServer(ThreadingHTTPServer):
-    """A server of pages on this machine, which answers only requests that begin with a secret token.
-
-    Args:
-        content: returns the bytes of a file by its name, or None; called by one thread at a time.
-    """
+    """A server of pages on this machine, which answers only requests that begin with a secret token."""
 
     def __init__(self, content: Callable[[str], bytes | None], port: int) -> None:
         self.content = content
@@ -491,10 +487,8 @@ class _PageHandler(BaseHTTPRequestHandler):
 def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[str]:
     """Serve pages on this machine in background threads; yield their address, which contains a secret token.
 
-    Args:
-        content: returns the bytes of a file by its name, or None if there is no such file; called by one thread at a
-            time.
-        port: to listen on; 0 chooses a free one. ConfigError if it cannot be used.
+    ``content`` returns the bytes of a file by its name, or None; it is called by one thread at a time. Port 0 chooses a
+    free one.
     """
     try:
         server = _PageServer(content, port)

@@ -57,6 +57,7 @@ def _machine(simulation: Simulation) -> str:
     return f"{machine.world_size:,} x {machine.hardware.name}"
 
 
+_ROUNDING_ERROR = 1e-9  # seconds
 _CELLS = (
     *("{title}", "{time}{mark}", "{speedup:.2f}x{mark}", "{balance:.2f}", "{communication_share:.1%}"),
     *("{peak_memory_gb:.1f} GB", "{full_steps}", "{micro_batches:.1f}", "{local_share:.0%}"),
@@ -117,7 +118,9 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
 
 def simulation_page(simulation: Simulation, command: str) -> str:
     """Return the page as HTML; it shows ``command`` as the command that made it."""
-    shares = [share for outcome in simulation.outcomes for share in outcome.timing.shares.items()]
+    activities = set()
+    for outcome in simulation.outcomes:
+        activities |= {activity for activity, share in outcome.timing.shares.items() if share > 0}
     return render(
         "simulation.html",
         title=f"{simulation.name}: {storage.name(simulation.model)} on {_machine(simulation)}",
@@ -125,7 +128,7 @@ def simulation_page(simulation: Simulation, command: str) -> str:
         baseline=simulation.baseline.title,
         is_faded=any(outcome.out_of_memory.any() for outcome in simulation.outcomes),
         cards=_headline(simulation),
-        legend=_legend({activity for activity, fraction in shares if fraction > 0}),
+        legend=_legend(activities),
         bars=_bars(simulation),
         header=("", *_COLUMNS),
         rows=_rows(simulation),
@@ -174,22 +177,22 @@ def _bars(simulation: Simulation) -> list[Any]:
 
 
 def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """Return the drawing of the activities of each GPU in one step of a strategy.
+    """Return the drawing of the activities of each GPU in one step of a strategy: the baseline's median step.
 
-    The step is the one whose time is the median of the baseline's steps; it has the same sequences in all strategies.
-    Only ``sorted`` has other sequences in each step: of these, the step with its own median time is shown.
+    Only ``sorted`` has other sequences in each step: it is shown by its own median step.
     """
     timing = outcome.timing
-    median_of = outcome if outcome.name == "sorted" else simulation.baseline
-    steps_by_time = median_of.timing.step_seconds.argsort(kind="stable")
+    reference = outcome if outcome.name == "sorted" else simulation.baseline
+    steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
     step = int(steps_by_time[len(steps_by_time) // 2])
     step_seconds = float(timing.step_seconds[step])
-    gpu_names = _drawn_gpus(timing, step)  # by number of the GPU, in the order of their lines
+    gpu_names = _drawn_gpus(timing, step)
     rectangles: dict[str, list[Rectangle]] = {}  # by activity
     for line, gpu in enumerate(gpu_names):
         y = line * (_LINE_HEIGHT + _LINE_GAP)
         for activity, start, seconds in _activities(timing, step, gpu):
-            x, width = (AXIS_LENGTH * (value / step_seconds) for value in (start, seconds))
+            x = AXIS_LENGTH * (start / step_seconds)
+            width = AXIS_LENGTH * (seconds / step_seconds)
             rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
     shapes = [Boxes(boxes, style=_ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
     height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
@@ -204,7 +207,7 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
 
 
 def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:
-    """Return the names of the GPUs that are drawn: all, or the first ones, the slowest and the fastest of the step."""
+    """Return the names by number of the GPUs to draw: all, or the first ones, the slowest and the fastest of a step."""
     num_gpus = timing.schedule.num_devices
     if num_gpus <= _MAX_GPUS:
         return {gpu: f"GPU {gpu}" for gpu in range(num_gpus)}
@@ -240,25 +243,24 @@ def _legend(activities: Container[str]) -> list[tuple[str, str]]:
 def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, float, float]]:
     """Yield (activity, start, duration) of what a GPU does in a step, in order and without gaps; times in seconds."""
     schedule = timing.schedule
-    step_end = float(timing.device_seconds[step].max())  # when the last GPU finishes, before synchronization
     now = 0.0
-    # A row of the schedule is one GPU's part of a micro-batch; ``row_keys`` are its step * num_devices + GPU.
-    rows = np.flatnonzero(schedule.row_keys == step * schedule.num_devices + gpu)
-    for row in rows.tolist():
+    key_of_gpu = step * schedule.num_devices + gpu
+    for row in np.flatnonzero(schedule.row_keys == key_of_gpu).tolist():  # the GPU's part of each of its micro-batches
         # A micro-batch starts when all GPUs that compute it are ready.
         start = float(timing.micro_batch_starts[schedule.row_micro_batches[row]])
         durations = (
             ("waiting", start - now),
             ("local", timing.local[row]),
-            ("communication", timing.exposed[row]),  # as far as no computation hides it
+            ("communication", timing.exposed[row]),
             ("sharded", timing.sharded[row]),
             ("launching", timing.launching[row]),
         )
         for activity, seconds in durations:
-            if seconds > 1e-9:  # more than a rounding error
+            if seconds > _ROUNDING_ERROR:
                 yield activity, now, float(seconds)
             now += float(seconds)
-    if step_end - now > 1e-9:
-        yield "waiting", now, step_end - now
+    slowest_gpu_end = float(timing.device_seconds[step].max())
+    if slowest_gpu_end - now > _ROUNDING_ERROR:
+        yield "waiting", now, slowest_gpu_end - now
     if timing.synchronisation:
-        yield "synchronisation", step_end, timing.synchronisation
+        yield "synchronisation", slowest_gpu_end, timing.synchronisation

@@ -291,10 +291,7 @@ def export_lines(summary: ExportSummary) -> list[Line]:
 
 
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
-    """Return the output of ``packtool train`` after training or a dry run, as (name, value).
-
-    ``has_plan``: True if packs were read from ``--plan``, which may lack samples for other reasons than their length.
-    """
+    """Return the output of ``packtool train`` as (name, value); ``has_plan``: packs are those of ``--plan``."""
     figures = vars(result) | {
         "has_plan": has_plan,
         "has_losses": result.first_loss is not None and result.last_loss is not None,

@@ -30,10 +30,7 @@ def is_run(directory: str) -> bool:
 
 
 def trained_figures(directory: str) -> dict[str, Any]:
-    """Count the samples and tokens that a run has trained up to a checkpoint, or up to its newest checkpoint.
-
-    A MismatchError is raised if there is no finished checkpoint, or it has no ledger.
-    """
+    """Count the samples and tokens that a run has trained up to a checkpoint, or its newest one."""
     checkpoint = _newest_checkpoint(directory)
     ledger = read_ledger(checkpoint)
     state = read_run_state(checkpoint)
@@ -272,10 +269,7 @@ def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
 
 
 def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequence[Segment]) -> tuple[str, str]:
-    """Return fingerprint and directory of a run's cache; ConfigError unless it has the row.
-
-    ``cache`` is None if the run has only one.
-    """
+    """Return fingerprint and directory of a run's cache, by default its only one, which must have the row."""
     trained_caches = {}  # (directory, number of samples) by fingerprint
     for segment in segments:
         for directory, fingerprint, num_samples in segment.caches:

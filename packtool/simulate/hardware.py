@@ -74,9 +74,8 @@ class Hardware:
     def collective_seconds(self, num_bytes: float, num_ranks: int) -> float:
         """Estimate the seconds of an all-gather that leaves ``num_bytes`` on every rank, or of such a reduce-scatter.
 
-        Fixed below a size, linear above: each of n ranks, which fill nodes one after the other, receives (n - 1) / n of
-        all. Over several nodes the slower of the links within and between nodes counts, and the fixed part grows with
-        the logarithm of the nodes, as for a tree.
+        Each of n ranks receives (n - 1) / n of all, by the slower of the links within and between nodes. The fixed part
+        grows with the logarithm of the nodes, as for a tree.
         """
         if num_ranks == 1 or num_bytes <= 0:
             return 0.0

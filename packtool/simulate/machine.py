@@ -161,7 +161,7 @@ class Timing:
         memory, tokens: (R,), bytes and tokens on each rank.
         recomputed: (R,), share of the layers, 0 to 1, that recompute their activations.
         synchronisation: seconds of gradients and weights, once a step.
-        is_lock_step: each device begins its next micro-batch together with all others.
+        is_lock_step: all devices begin each of their micro-batches together.
     """
 
     schedule: SimulatedSchedule
@@ -264,10 +264,8 @@ def _sums(keys: Int64Array, values: npt.NDArray[Any], num: int) -> Seconds:
 class Machine:
     """A model on devices, by which schedules are timed.
 
-    Gradients and optimizer are sharded over ``world_size`` devices, with ``zero_stage`` 3 the weights, too.
-
-    ``recompute``: all layers compute their activations again in backward, which costs a third more and saves memory.
-    With ``auto``, each micro-batch recomputes as few layers as its memory allows. Schedules are then planned with the
+    Gradients and optimizer are sharded over ``world_size`` devices, with ``zero_stage`` 3 the weights, too. With
+    ``recompute`` "auto", each micro-batch recomputes as few layers as its memory allows; schedules are planned with the
     speed of no recomputation, and buckets with the memory of full recomputation.
     """
 
@@ -308,10 +306,7 @@ class Machine:
         )
 
     def _computing_seconds(self, schedule: SimulatedSchedule, targets: Int64Array) -> tuple[Seconds, Seconds, Seconds]:
-        """Compute each row's seconds (R,) of local sequences, of sharded ones, and of communication that nothing hides.
-
-        ``targets``: number of labels of each sequence, (K,).
-        """
+        """Compute each row's seconds (R,) of local and of sharded sequences, and of communication not hidden."""
         tokens = schedule.tokens
         windows = self._window_seconds(tokens)
         row_tokens = schedule.sum_by_row(tokens)
@@ -517,10 +512,7 @@ def exchanges_of(
 def exchange_type_of(
     sequence_parallel_type: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int
 ) -> Literal["allgather", "ring", "ulysses"]:
-    """Resolve how keys and values, or heads, travel among ``num_ranks`` that share a sequence.
-
-    ``auto`` is Ulysses within a node and all-gather beyond; where Ulysses cannot share the heads, all-gather.
-    """
+    """Resolve ``auto``: Ulysses within a node, else all-gather. Ulysses needs heads that can be shared."""
     if sequence_parallel_type in ("ring", "allgather"):
         return sequence_parallel_type
     is_near = sequence_parallel_type == "ulysses" or num_ranks <= hardware.gpus_per_node

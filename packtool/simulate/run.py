@@ -100,8 +100,8 @@ class Outcome:
     """Cost of a strategy over its simulated steps.
 
     Args:
-        num_tokens: true tokens, without padding.
-        flops_of_sequences: FLOPs of each sequence, (N,), forward and backward, without padding.
+        num_tokens: without padding.
+        flops_of_sequences: (N,), forward and backward, without padding.
         local_share: share, 0 to 1, of the tokens of sequences on one device.
         out_of_memory: bool (S,), steps in which a device exceeds its memory.
     """
@@ -224,9 +224,7 @@ class Simulation:
     """Outcomes, in the requested order, and their context.
 
     Args:
-        source: paths of the caches, or of the file of lengths, or the distribution that they are drawn from.
-        name: ``source`` without folders.
-        num_sequences: available to plan from.
+        source: paths of the caches or of the file of lengths, or a distribution; ``name`` is without folders.
         num_left_out: longer than any strategy could train, or than ``--max-length``.
         seconds: of planning and timing.
     """
@@ -247,10 +245,7 @@ class Simulation:
 
     @property
     def num_dominated_steps(self) -> int:
-        """Steps of the baseline in which a single sequence exceeds the mean work of a group by a fifth or more.
-
-        The other groups wait for its group, whatever sequences they get. Only larger groups shorten such steps.
-        """
+        """Steps of the baseline in which one sequence exceeds the mean work of a group by a fifth or more."""
         flops, schedule = self.baseline.flops_of_sequences, self.baseline.timing.schedule
         steps = schedule.micro_batch_steps[schedule.micro_batch_of]
         largest_flops = np.zeros(schedule.num_steps)

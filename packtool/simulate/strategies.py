@@ -31,10 +31,7 @@ _TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0,
 
 
 class PlacedBatch(NamedTuple):
-    """n sequences of a micro-batch on ``num_devices``.
-
-    ``placement``, int64 (n,), is a rank of these devices, or ``SHARDED``; None where all are sharded.
-    """
+    """n sequences on ``num_devices``; ``placement`` (n,): rank or ``SHARDED``; None: all are sharded."""
 
     first_device: int
     num_devices: int
@@ -50,12 +47,9 @@ def place_in_groups(
 
     As in Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
     arXiv 2502.21231). A group of level l has 2^l neighboring devices. A sequence gets the smallest group that holds it
-    and finishes it within a time limit.
+    and finishes it within a time limit; yields the placement for each of several limits.
 
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
-
-    Yields:
-        the placement for each of several time limits.
     """
     sizes = _group_sizes(machine.world_size)  # by level
     # Of each sequence alone on a group of each level, (levels, n):
@@ -115,11 +109,8 @@ def _place_on_levels(
 ) -> list[PlacedBatch]:
     """Place each sequence on a group of its level: the largest groups and the slowest sequences first.
 
-    Args:
-        levels: of each sequence, (n,).
-        seconds, tokens: of each sequence on a group of each level, (levels, n).
-        sizes: devices in a group of each level.
-        bucket_size: tokens that a device holds.
+    ``levels`` (n,) are of each sequence, ``seconds`` and ``tokens`` (levels, n) of each on a group of each level,
+    ``sizes`` the devices in a group of each level; a device holds ``bucket_size`` tokens.
     """
     device_seconds = np.zeros(world_size)
     batches: list[PlacedBatch] = []
@@ -327,10 +318,7 @@ def _dynamic_cp(sequences: Sequences, options: SimulateOptions, num_groups: int)
 def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Join micro-batches, ordered by step, to a schedule; empty ones are left out.
-
-    With ``is_padded``, the sequences of a micro-batch are padded to the longest.
-    """
+    """Join micro-batches, ordered by step; with ``is_padded``, pad sequences to the longest of theirs."""
     nonempty = [batch for batch in batches if len(batch.samples)]
     # Of C micro-batches:
     num_sequences = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
