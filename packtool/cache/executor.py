@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from packtool.cache.task import Report, Task, TaskResult, TaskSettings, run_task
+from packtool.cache.task import Report, Task, TaskResult, TaskSettings, collect_rarely, run_task
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoder import Encoder, worker_encoder
 from packtool.errors import ConfigError, PacktoolError
@@ -96,7 +95,7 @@ def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, Ta
     """
     block_pandas()
     encoder = worker_encoder(spec)
-    gc.freeze()  # garbage collections skip the loaded files, which stay alive
+    collect_rarely()
     settings: TaskSettings | None = None
 
     def run(job: tuple[Task, TaskSettings | None]) -> TaskResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import shutil
 import sys
 import time
@@ -51,6 +52,7 @@ _NUM_CHECKED = 8  # sources whose first rows are checked before the work begins
 _CHUNK_BYTES = 4 * 2**20
 _MAX_NOTES = 20  # sources with a note each; of more sources only the progress is shown
 _PROGRESS_SOURCES = 20  # sources per step of the progress
+_BYTES_PER_ROW = 4096  # more than most rows have
 
 
 def export(config: ExportConfig, progress: Progress, drops: list[str] | None = None) -> ExportSummary:
@@ -110,6 +112,13 @@ def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: 
     return sources
 
 
+def _likely_rows(spec: SourceSpec) -> int:
+    """Estimate a file's rows by its size, so that workers can start before it is scanned; 1 if the size is unknown."""
+    num_bytes = os.path.getsize(spec.path) if os.path.isfile(spec.path) else 0
+    num_rows = 1 + num_bytes // _BYTES_PER_ROW
+    return num_rows if spec.num_sampled is None else min(num_rows, spec.num_sampled)
+
+
 def _source_info(scanned: ScannedSource) -> SourceInfo:
     source = scanned.source
     path = storage.absolute(source.label)
@@ -129,7 +138,7 @@ class _Export:
         self.specs = sources_of(config)
         self.directory = None if config.dry_run else storage.normalize(config.output_dir)
         if self.directory is None or not storage.exists(storage.join(self.directory, MANIFEST_NAME)):
-            executor.expect(len(self.specs))  # most files have at least one row
+            executor.expect(sum(map(_likely_rows, self.specs)))
         self.media = media_encoding(self.files, config)
         self.identity = output_dir.identity_of(config, self.files, self.media.limits)
         self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))

@@ -35,7 +35,7 @@ from packtool.cache.manifest import (
 )
 from packtool.cache.reader import check_sizes
 from packtool.cache.shard import INDEX, PREFIX, PREFIXES, with_added_columns, write_arrow_file, write_dataset_files
-from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, task_file
+from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, collect_rarely, task_file
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME, TRAIN_SPLIT, VAL_SPLIT, VERSION
 from packtool.encode.families import MediaLimits
@@ -283,14 +283,17 @@ def delayed_gc() -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
 
+    thresholds = gc.get_threshold()
+
     def enable() -> None:
-        gc.freeze()  # collections skip all objects that exist now
+        collect_rarely()
         gc.enable()
 
     gc.disable()
     try:
         yield enable
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()  # has no effect unless ``enable`` was called
         gc.enable()
 

@@ -8,6 +8,7 @@ marker, or files that differ from it, the task runs again.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -47,6 +48,7 @@ from packtool.rows.source import RowBlocks, ScannedSource, Source
 
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
+_OBJECTS_PER_COLLECTION = 50_000  # instead of Python's 700
 _MAX_KEPT_DROPS = 1000
 _COUNTED = ("is_first", "length", "target_tokens", "media_tokens", "truncated")
 
@@ -179,6 +181,12 @@ def task_file(directory: str, number: int, suffix: str) -> str:
     ``suffix``: ``json`` (marker), ``SPLIT.arrow`` (part of the index), ``SPLIT.prefixes.arrow`` or ``dropped.jsonl``.
     """
     return storage.join(directory, TASKS_DIR, f"{number:05d}.{suffix}")
+
+
+def collect_rarely() -> None:
+    """Make garbage collections rare during tasks, which leave few cycles; they skip all objects that exist now."""
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
 
 
 Report = Callable[[int, int, int], None]

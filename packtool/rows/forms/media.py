@@ -91,11 +91,13 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
 def _refs_of_column(fields: Fields, name: str, kind: MediaKind, source: Source) -> tuple[MediaRef, ...]:
     """Read the media in the column ``name`` of a row: one medium, a list of media, or none."""
     value = fields.get(name)
+    if value is None:
+        return ()
     if isinstance(value, str) and value.lstrip().startswith("["):  # a list as JSON text
         value = fields.parsed(name)
     if isinstance(value, (str, Mapping)) or _is_bytes(value):  # a single medium
         value = [value]
-    if value is not None and not isinstance(value, Sequence):
+    if not isinstance(value, Sequence):
         raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
     return tuple(media_ref(kind, item, source, i) for i, item in enumerate(value or ()))
 
