@@ -239,14 +239,10 @@ def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
 def _load_with_fillers(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, pad_to_multiple_of: int = 1
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
-    """Load the media of samples, and append filler documents.
+    """Load the media of samples, and append fillers: blank media for ``towers`` without media, and padding tokens.
 
-    Each of ``towers`` (None: all of the model's) must run. If no sample has media for it, a filler with a blank image
-    or silence is appended. A filler of padding tokens makes the total length a multiple of ``pad_to_multiple_of``.
-
-    Returns:
-        the samples, then the fillers, together at least one; inputs of the towers by argument; and the number of
-        padding tokens.
+    Return samples and fillers, at least one document; inputs of the towers by argument; and the number of padding
+    tokens. ``towers`` None: all of the model's.
     """
     documents = list(samples)
     media = load_media(samples, spec)
@@ -382,14 +378,12 @@ def tree_token_fields(
         documents: nodes, possibly padded, then fillers.
         index: (t,), positions in the sequence of the tokens of this rank; None for all.
     """
-    is_shared_by_ranks = index is not None
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
     targets = _tree_targets(samples, nodes, [document.length for document in documents], spec)
+    is_part = index is not None
     if index is not None:
         input_ids, targets = input_ids[index], targets.at(index)
-    fields = batch_fields(
-        input_ids, targets.labels, targets.weights, media, spec, exchanges_features=is_shared_by_ranks
-    )
+    fields = batch_fields(input_ids, targets.labels, targets.weights, media, spec, exchanges_features=is_part)
     return fields | _target_fields(samples, targets, fields["target_positions"].numpy())
 
 

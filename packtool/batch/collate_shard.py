@@ -128,10 +128,7 @@ def _rank_part(
 
     ``sample_placement``: the rank that holds each sample, or ``SHARDED``.
     """
-    documents, placement = _with_filler_documents(samples, sample_placement, split)
-    padding_by_rank = _padding_by_rank(documents, placement, split, pad_to_multiple_of)
-    documents += [filler_document([PAD_ID] * num_tokens) for num_tokens in padding_by_rank.values()]
-    placement += padding_by_rank.keys()
+    documents, placement, num_padding = _with_fillers(samples, sample_placement, split, pad_to_multiple_of)
     lengths = [document.length for document in documents]
     tokens_by_rank = assign_tokens(lengths, placement, split)
     media: dict[str, Tensor] = {}
@@ -140,14 +137,13 @@ def _rank_part(
         _refuse_mixed_media(documents, spec)
         media_ranks = _assign_media(documents, placement, spec, split)
         media = load_media(_with_media_of(split.rank, documents, media_ranks), spec)
-        input_ids = spec.model_ids(np.concatenate([document.input_ids for document in documents]))
         for kind in _routed_kinds(media_ranks, spec, spec.towers if towers is None else towers):
             media = _with_blank_medium(media, kind, spec)  # its features are not sent
-            placeholders = np.flatnonzero(input_ids == spec.pad_ids[kind])  # positions in the sequence
+            placeholders = _placeholder_positions(documents, kind, spec)
             feature_ranks = _feature_ranks(media_ranks, kind, spec)
             routes[kind] = route_features(placeholders, feature_ranks, tokens_by_rank, split.rank)
     shard = _sequence_shard(lengths, placement, split, routes)
-    return _RankPart(documents, tokens_by_rank[split.rank], media, shard, padding_by_rank.get(split.rank, 0))
+    return _RankPart(documents, tokens_by_rank[split.rank], media, shard, num_padding)
 
 
 def _tree_shard(
@@ -214,6 +210,17 @@ def _sequence_shard(
     return SequenceShard(split, local_lengths, sharded_lengths, routes)
 
 
+def _with_fillers(
+    samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit, pad_to_multiple_of: int
+) -> tuple[list[EncodedSample], list[int], int]:
+    """Return samples and all fillers, the placement of each, and the number of padding tokens of this rank."""
+    documents, placement = _with_filler_documents(samples, sample_placement, split)
+    padding_by_rank = _padding_by_rank(documents, placement, split, pad_to_multiple_of)
+    documents += [filler_document([PAD_ID] * num_padding) for num_padding in padding_by_rank.values()]
+    placement += padding_by_rank.keys()
+    return documents, placement, padding_by_rank.get(split.rank, 0)
+
+
 def _with_filler_documents(
     samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
@@ -254,6 +261,12 @@ def _padding_by_rank(
         if num_padding:
             padding_by_rank[rank] = num_padding
     return padding_by_rank
+
+
+def _placeholder_positions(documents: Sequence[EncodedSample], kind: MediaKind, spec: InputSpec) -> Int64Array:
+    """Return the positions in the sequence of the placeholder tokens of a kind of media, (n,), ascending."""
+    input_ids = spec.model_ids(np.concatenate([document.input_ids for document in documents]))
+    return np.flatnonzero(input_ids == spec.pad_ids[kind])
 
 
 def _feature_ranks(media_ranks: Sequence[tuple[DocumentMedium, int]], kind: MediaKind, spec: InputSpec) -> Int64Array:

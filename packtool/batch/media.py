@@ -274,48 +274,56 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
         the tensors of ``Family.processor_inputs`` by name: ``pixel_values``, whose shape is the family's own ((tiles,
         C, H, W), (pictures, tiles, C, H, W), ...), and others that describe them; empty without images and videos.
     """
-    parts: list[dict[str, Tensor]] = []  # one for each video, and one for all images between two videos
-    for run in _runs([part for sample in samples for part in _split_by_kind(sample, spec)]):
-        has_videos = bool(run[0].videos)  # as all samples of the run
-        parts += _processed_videos(run, spec) if has_videos else [_processed_images(run, spec)]
-    parts = _padded_patches([part for part in parts if part])
-    # (H, W) of complete pictures; patches of pictures of any size lie end to end.
-    sizes = {tuple(part["pixel_values"].shape[-2:]) for part in parts if part["pixel_values"].ndim > 3}
+    inputs: list[dict[str, Tensor]] = []  # one for each video, and one for all images between two videos
+    single_kinds = [single_kind for sample in samples for single_kind in _split_by_kind(sample, spec)]
+    for run in _runs(single_kinds):
+        if run[0].videos:  # then every sample of the run has videos, and none has images
+            inputs += [_processed_video(video, sample, spec) for sample in run for video in sample.videos]
+        else:
+            inputs.append(_processed_images(run, spec))
+    inputs = _padded_patches([each for each in inputs if each])
+    _check_sizes(inputs, spec)
+    return _concatenated(inputs)
+
+
+def _check_sizes(inputs: Sequence[dict[str, Tensor]], spec: InputSpec) -> None:
+    """Raise ConfigError if complete pictures (..., C, H, W) differ in size; patches are of pictures of any size."""
+    shapes = [each["pixel_values"].shape for each in inputs]
+    sizes = {tuple(shape[-2:]) for shape in shapes if len(shape) > 3}
     if len(sizes) > 1:
         raise ConfigError(
             f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sizes)}, which "
             "one micro-batch cannot hold",
             "Give both the same size in the processor's settings, or train caches with pictures and with videos apart.",
         )
-    return _concatenated(parts)
 
 
 def _split_by_kind(sample: EncodedSample, spec: InputSpec) -> list[EncodedSample]:
     """Split a sample with pictures and videos into one sample for each medium, in the order of their tokens."""
     if not (sample.images and sample.videos):
         return [sample]
-    parts = []
+    single_media = []
     for span in media_spans(sample, spec.media_tokens):
         media: dict[str, Any] = {"images": (), "videos": ()}
         media["videos" if isinstance(span.medium, EncodedVideo) else "images"] = (span.medium,)
-        parts.append(dataclasses.replace(sample, **media))
-    return parts
+        single_media.append(dataclasses.replace(sample, **media))
+    return single_media
 
 
-def _padded_patches(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def _padded_patches(inputs: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Pad patches (pictures, N, D) and their positions (pictures, N, 2), -1 for padding, to the most patches N.
 
     Inputs of other shapes are returned as they are.
     """
-    if not all("image_position_ids" in part for part in parts):
-        return list(parts)
-    max_patches = max((part["pixel_values"].shape[1] for part in parts), default=0)
+    if not all("image_position_ids" in each for each in inputs):
+        return list(inputs)
+    max_patches = max((each["pixel_values"].shape[1] for each in inputs), default=0)
     return [
         {
             name: F.pad(tensor, (0, 0, 0, max_patches - tensor.shape[1]), value=0 if name == "pixel_values" else -1)
-            for name, tensor in part.items()
+            for name, tensor in each.items()
         }
-        for part in parts
+        for each in inputs
     ]
 
 
@@ -332,13 +340,8 @@ def _processed_images(samples: Sequence[EncodedSample], spec: InputSpec) -> dict
     return made
 
 
-def _processed_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str, Tensor]]:
-    """Return the inputs of each video, which this family treats as images."""
-    return [_processed_video(video, sample, spec) for sample in samples for video in sample.videos]
-
-
 def _processed_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[str, Tensor]:
-    """Return the inputs of one video by the names of those of images."""
+    """Return the inputs of one video, which this family treats as images, by the names of those of images."""
     processor = _processor(spec.model)
     frames = _load_frames(video, spec)
     pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
@@ -486,18 +489,17 @@ def large_processed(spec: InputSpec, num_tokens: int, max_tokens: int) -> tuple[
     Return the number of their tokens, and their inputs as for ``load_processed``.
     """
     blanks: list[Image.Image] = []
-    num_wanted = min(num_tokens, max_tokens)
-    num_left = num_wanted
+    num_left = min(num_tokens, max_tokens)
+    num_used = 0
     for side in _SIDES:  # the largest first
-        # Of the shape of most photos: it has fewer tokens than a square with processors that remove padding.
-        blank = blank_image(2 * side // 3, side)
+        blank = blank_image(2 * side // 3, side)  # the shape of most photos
         (blank_tokens,), _ = _process([blank], spec)
         num_blanks, num_left = divmod(num_left, blank_tokens)
+        num_used += num_blanks * blank_tokens
         blanks += [blank] * num_blanks
-    # ``blank`` is now the smallest picture. One more is closer to the wanted number if at least half of it is left.
-    needs_one_more = 2 * num_left >= blank_tokens or not blanks
-    num_used = num_wanted - num_left
-    if needs_one_more and num_used + blank_tokens <= max_tokens:
+    # One more of the smallest pictures is closer to the wanted number if at least half of its tokens are left.
+    is_closer = 2 * num_left >= blank_tokens
+    if (is_closer or not blanks) and num_used + blank_tokens <= max_tokens:
         blanks.append(blank)
     if not blanks:
         raise ValueError(f"the smallest picture has more than {max_tokens} tokens")
