@@ -92,8 +92,7 @@ def fill_slots(
 ) -> tuple[Int64Array, Int32Array]:
     """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan, (N,) each.
 
-    ``longest_first``, (N,), are the numbers of samples, the longest first. ``pack_starts``, (K,), is the position in
-    the plan of the first sample of each pack.
+    ``longest_first``, (N,), lists the samples. ``pack_starts``, (K,), are the positions in the plan where packs begin.
     """
     num_samples = len(longest_first)
     samples = np.empty(num_samples, dtype=np.int64)
@@ -260,24 +259,27 @@ class _BestFit:
         Filled packs move from ``ranges``, which is changed in place, to ``open_packs`` or ``full_packs``.
         """
         while ranges and count:
-            first_pack, num_packs, first_slot = ranges.pop()
+            first_pack, num_packs, num_before = ranges.pop()
             # Each pack takes as many samples as fit. If fewer are left, one pack takes them all.
-            per_pack = min(free_tokens // length, self._max_samples - first_slot, count)
+            per_pack = min(free_tokens // length, self._max_samples - num_before, count)
             num_filled = min(count // per_pack, num_packs)
             if num_filled < num_packs:
-                ranges.append(PackRange(first_pack + num_filled, num_packs - num_filled, first_slot))
-            self.placements.append(Placement(first_pack, num_filled, first_slot, per_pack, length))
+                ranges.append(PackRange(first_pack + num_filled, num_packs - num_filled, num_before))
+            self.placements.append(Placement(first_pack, num_filled, num_before, per_pack, length))
             count -= num_filled * per_pack
-            filled = PackRange(first_pack, num_filled, first_slot + per_pack)
-            free_after = free_tokens - per_pack * length
-            if free_after < self._shortest or filled.samples_per_pack == self._max_samples:
-                self.full_packs.append(filled)
-            elif free_after in self.open_packs:
-                self.open_packs[free_after].append(filled)
-            else:
-                self.open_packs[free_after] = [filled]
-                self._open_keys.add(free_after)
+            filled = PackRange(first_pack, num_filled, num_before + per_pack)
+            self._add_filled(filled, free_tokens - per_pack * length)
         return count
+
+    def _add_filled(self, packs: PackRange, free_tokens: int) -> None:
+        """Add packs with ``free_tokens`` each to the open packs, or to the full ones if no sample fits any more."""
+        if free_tokens < self._shortest or packs.samples_per_pack == self._max_samples:
+            self.full_packs.append(packs)
+        elif free_tokens in self.open_packs:
+            self.open_packs[free_tokens].append(packs)
+        else:
+            self.open_packs[free_tokens] = [packs]
+            self._open_keys.add(free_tokens)
 
 
 MAX_BITS_FOR_PAIRS = 1 << 17
@@ -287,7 +289,8 @@ MAX_GAP_SHARE = 1e-3
 """Share of the capacity that may stay free where one sample fills a pack: short samples are saved for longer gaps."""
 MAX_SHORTENING = 0.02
 """Share of the longest unplaced sample by which noise shortens the first sample of a pack, at most."""
-_MAX_PAIR_OFFSET = 0.25  # share of a pair by which noise makes its longer sample exceed half of the pair, at most
+_MAX_PAIR_OFFSET = 0.25
+"""With noise, the longer sample of a pair has up to this share of the pair's tokens more than half of them."""
 
 
 def place_exact_fit(
@@ -302,95 +305,91 @@ def place_exact_fit(
     """Fill packs one after the other so that little space stays free; packs of the same lengths are filled at once.
 
     Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem", fill each bin with the
-    subset that leaves least space; this considers subsets of two samples only. Of all pairs that fill a pack exactly,
-    it takes the two most similar lengths.
+    subset that leaves least space; this considers subsets of two samples only.
 
     Args:
         lengths: distinct, from 1 to ``capacity``.
         counts: number of samples of each length, 1 or more.
-        scarcity_factor: the larger, the sooner a pack takes samples of mean length as ``max_samples`` leaves few
-            slots. With 0 it never does: the longest samples that fit come first, and the last packs get short ones.
-        noise: numbers from 0 to 1, which the choices use in turn, again and again. 0 makes the best choice, 1 deviates
-            most from it, so that other samples share a pack.
+        scarcity_factor: as for ``slots_are_scarce``; 0 takes the longest samples that fit, whatever ``max_samples`` is.
+        noise: numbers from 0, for the best choice, to 1; the choices use them in turn, again and again.
     """
     unplaced = _UnplacedSamples(lengths, counts)
-    noise_values = itertools.cycle(noise)
+    packer = _ExactFit(unplaced, capacity, max_samples or capacity, scarcity_factor, itertools.cycle(noise))
     placements: list[Placement] = []
     ranges: list[PackRange] = []
     num_packs = 0
     while unplaced.num_samples:
-        count_by_length = _take_pack(unplaced, capacity, max_samples or capacity, scarcity_factor, noise_values)
-        # Repeat the pack while there are enough samples of its lengths.
-        num_repeats = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
+        count_by_length = packer.take_pack()
+        num_more = unplaced.take_more_packs(count_by_length)
+        equal_packs = PackRange(num_packs, 1 + num_more, sum(count_by_length.values()))
         first_slot = 0
         for length, count in count_by_length.items():
-            if num_repeats:
-                unplaced.take(length, num_repeats * count)
-            placements.append(Placement(num_packs, 1 + num_repeats, first_slot, count, length))
+            placements.append(Placement(num_packs, equal_packs.num_packs, first_slot, count, length))
             first_slot += count
-        ranges.append(PackRange(num_packs, 1 + num_repeats, samples_per_pack=first_slot))
-        num_packs += 1 + num_repeats
+        ranges.append(equal_packs)
+        num_packs += equal_packs.num_packs
     return Placements.from_rows(placements, ranges)
 
 
 def slots_are_scarce(free_tokens: int, free_slots: int, num_unplaced: int, unplaced_tokens: int, factor: float) -> bool:
-    """Return whether a pack has so few free slots, under its limit of samples, that short samples would waste them.
+    """Return whether a pack's free slots, under its limit of samples, are so few that short samples would waste them.
 
     They are scarce if the free tokens per free slot, times ``factor``, are at least the unplaced samples' mean length.
     """
     return free_slots > 1 and free_tokens * factor * num_unplaced >= unplaced_tokens * free_slots
 
 
-def _take_pack(
-    unplaced: _UnplacedSamples, capacity: int, max_samples: int, scarcity_factor: float, noise_values: Iterator[float]
-) -> dict[int, int]:
-    """Remove the samples of one pack from ``unplaced``; return the number of each length, the longest first.
+class _ExactFit(NamedTuple):
+    """Choice of the samples of packs; each choice uses the next value of ``noise``, from 0 to 1."""
 
-    Each choice of a sample, or of two, takes the next of the ``noise_values``.
-    """
-    longest = unplaced.longest()
-    first_length = unplaced.shortest_from(longest - int(longest * MAX_SHORTENING * next(noise_values)))
-    unplaced.take(first_length, 1)
-    count_by_length = {first_length: 1}
-    free_tokens = capacity - first_length
-    free_slots = max_samples - 1
-    max_gap = int(capacity * MAX_GAP_SHARE)
-    while free_tokens and free_slots and unplaced.num_samples:
-        lengths = _next_lengths(unplaced, free_tokens, free_slots, scarcity_factor, max_gap, next(noise_values))
-        if not lengths:
-            break
-        for length in lengths:
-            unplaced.take(length, 1)
-            count_by_length[length] = count_by_length.get(length, 0) + 1
-            free_tokens -= length
-            free_slots -= 1
-    return dict(sorted(count_by_length.items(), reverse=True))
+    unplaced: _UnplacedSamples
+    capacity: int
+    max_samples: int
+    scarcity_factor: float
+    noise: Iterator[float]
 
+    def take_pack(self) -> dict[int, int]:
+        """Remove the samples of one pack from the unplaced ones; return the number of each length, the longest first.
 
-def _next_lengths(
-    unplaced: _UnplacedSamples, free_tokens: int, free_slots: int, scarcity_factor: float, max_gap: int, noise: float
-) -> tuple[int, ...]:
-    """Choose the lengths of the one or two samples that a pack takes next; () if none fits.
+        The pack begins with the longest sample, or with noise one that is a little shorter.
+        """
+        unplaced = self.unplaced
+        longest = unplaced.longest()
+        max_shortening = int(longest * MAX_SHORTENING * next(self.noise))
+        first_length = unplaced.shortest_from(longest - max_shortening)
+        unplaced.take(first_length, 1)
+        count_by_length = {first_length: 1}
+        free_tokens = self.capacity - first_length
+        free_slots = self.max_samples - 1
+        while free_tokens and free_slots and unplaced.num_samples:
+            lengths = self._next_lengths(free_tokens, free_slots)
+            if not lengths:
+                break
+            for length in lengths:
+                unplaced.take(length, 1)
+                count_by_length[length] = count_by_length.get(length, 0) + 1
+                free_tokens -= length
+                free_slots -= 1
+        return dict(sorted(count_by_length.items(), reverse=True))
 
-    The first choice is one sample that leaves at most ``max_gap`` tokens free, the second are two samples that fill the
-    pack exactly, the last is the longest that fits. If slots are scarce, the choice is two samples that fill the pack
-    and its last two slots, or else the sample nearest to the mean space of a slot. ``noise``, 0 to 1, makes gaps
-    longer and pairs less similar.
-    """
-    if slots_are_scarce(free_tokens, free_slots, unplaced.num_samples, unplaced.num_tokens, scarcity_factor):
-        if free_slots == 2 and (pair := unplaced.pair(free_tokens, noise)):
+    def _next_lengths(self, free_tokens: int, free_slots: int) -> tuple[int, ...]:
+        """Choose the lengths of the one or two samples that a pack takes next; () if none fits.
+
+        Best is a sample that nearly fills the pack, then two that fill it exactly, then the longest that fits.
+        """
+        unplaced, noise = self.unplaced, next(self.noise)
+        if slots_are_scarce(free_tokens, free_slots, unplaced.num_samples, unplaced.num_tokens, self.scarcity_factor):
+            return unplaced.for_scarce_slots(free_tokens, free_slots, noise)
+        max_gap = int(self.capacity * MAX_GAP_SHARE)
+        min_gap = int(max_gap * noise)
+        filling = unplaced.longest_between(free_tokens - max_gap, free_tokens - min_gap)
+        if filling >= 0:
+            return (filling,)
+        pair = unplaced.pair(free_tokens, noise) if free_slots >= 2 else None
+        if pair is not None:
             return pair
         longest_fitting = unplaced.longest_up_to(free_tokens)
-        if longest_fitting < 0:
-            return ()
-        return (unplaced.nearest(free_tokens // free_slots, longest_fitting),)
-    filling = unplaced.longest_between(free_tokens - max_gap, free_tokens - int(max_gap * noise))
-    if filling >= 0:
-        return (filling,)
-    if free_slots >= 2 and (pair := unplaced.pair(free_tokens, noise)):
-        return pair
-    longest_fitting = unplaced.longest_up_to(free_tokens)
-    return (longest_fitting,) if longest_fitting >= 0 else ()
+        return (longest_fitting,) if longest_fitting >= 0 else ()
 
 
 class _UnplacedSamples(LengthSet):
@@ -425,19 +424,41 @@ class _UnplacedSamples(LengthSet):
                 self._bits ^= 1 << length
                 self._mirrored_bits ^= 1 << (2 * self._longest - length)
 
+    def take_more_packs(self, count_by_length: dict[int, int]) -> int:
+        """Remove the samples of as many packs as possible with these numbers of each length; return how many packs."""
+        num_packs = min(self.counts.get(length, 0) // count for length, count in count_by_length.items())
+        if num_packs:
+            for length, count in count_by_length.items():
+                self.take(length, num_packs * count)
+        return num_packs
+
+    def for_scarce_slots(self, free_tokens: int, free_slots: int, noise: float) -> tuple[int, ...]:
+        """Choose two samples that fill a pack and its last two slots, else one with an equal share of the free tokens.
+
+        Returns their lengths; () if no sample fits.
+        """
+        pair = self.pair(free_tokens, noise) if free_slots == 2 else None
+        if pair is not None:
+            return pair
+        longest_fitting = self.longest_up_to(free_tokens)
+        if longest_fitting < 0:
+            return ()
+        return (self.nearest(free_tokens // free_slots, longest_fitting),)
+
     def pair(self, total: int, noise: float) -> tuple[int, int] | None:
         """Find two samples of ``total`` tokens together, of lengths as similar as possible; None if there are none.
 
-        Returns the longer length first. ``noise``, 0 to 1, makes it exceed half of ``total``, where such pairs exist.
+        Returns the longer length first. With ``noise``, 0 to 1, lengths that differ more are preferred.
         """
         if not self._has_bits or total > 2 * self._longest:
             return None
-        # Bit x is set if samples of x tokens are left and, by the shifted mirror, samples of total - x tokens.
-        pair_bits = self._bits & (self._mirrored_bits >> (2 * self._longest - total))
-        half = (total + 1) // 2  # rounded up: the least length of the longer one
+        complement_bits = self._mirrored_bits >> (2 * self._longest - total)  # bit total - x: samples of x tokens
+        pair_bits = self._bits & complement_bits  # bit x: samples of x, and of total - x tokens
+        half = (total + 1) // 2  # the least length of the longer one
         if 2 * half == total and self.counts.get(half) == 1:
-            pair_bits ^= 1 << half  # two equal lengths need two samples
-        for min_longer in (half + int(total * _MAX_PAIR_OFFSET * noise), half):
+            pair_bits &= ~(1 << half)  # two equal lengths need two samples
+        preferred_length = half + int(total * _MAX_PAIR_OFFSET * noise)
+        for min_longer in (preferred_length, half):
             longer_bits = pair_bits >> min_longer
             if longer_bits:
                 longer = min_longer + _lowest_bit(longer_bits)
@@ -465,14 +486,10 @@ def pack_histogram(
     epoch: int,
     stream: int = 0,
 ) -> PackPlan:
-    """Pack by best-fit decreasing over the histogram of lengths, with different packs in every epoch.
+    """Pack by best-fit decreasing over the histogram of lengths, with different packs in every epoch, but equally many.
 
     Best-fit decreasing (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-case performance bounds for simple
-    one-dimensional packing algorithms") needs at most 11/9 of the fewest possible packs + 4. Where it needs over 0.01 %
-    more than the lower bound, exact fit is tried, too. The sample for each slot, and the order of packs, are drawn
-    from ``seed`` and ``epoch``. The number of packs depends on the lengths only, so every epoch has equally many.
-
-    Cost: that of sorting N integers, and 30 to 55 bytes a sample.
+    one-dimensional packing algorithms") needs at most 11/9 of the fewest possible packs + 4.
 
     ``lengths``, (N,), are from 1 to ``capacity``. Without ``shuffle`` nothing is drawn at random, and the order of the
     cache is kept as far as possible. ``stream`` is added to the numbers of the random streams.
@@ -482,7 +499,8 @@ def pack_histogram(
     if max_samples is not None and capacity // shortest <= max_samples:
         max_samples = None  # not even packs of the shortest samples reach the limit
     noise = None
-    if shuffle and len(lengths) < MIN_SAMPLES_PER_LENGTH * len(distinct):
+    has_few_equal_lengths = len(lengths) < MIN_SAMPLES_PER_LENGTH * len(distinct)
+    if shuffle and has_few_equal_lengths:
         noise = seeded_uniform(len(distinct), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
     placements, num_packs = _place_in_fewest_packs(distinct, counts, capacity, max_samples, noise)
     if not shuffle:
@@ -492,7 +510,7 @@ def pack_histogram(
     longest_first = draw_order(len(lengths), stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths)
     pack_order = draw_order(placements.total_packs, stream=stream + RandomStream.PACK_ORDER)
     packs = _fill_packs(longest_first, placements, pack_order, capacity)
-    return split_to_count(packs, num_packs)
+    return split_to_count(packs, num_packs)  # this epoch's noise may need fewer packs
 
 
 def _fill_packs(longest_first: Int64Array, placements: Placements, pack_order: Int64Array, capacity: int) -> PackPlan:
@@ -509,21 +527,21 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     ``distinct``, (D,), are the lengths, the longest first, and ``counts``, (D,), the number of samples of each.
 
     Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): samples
-    longer than half a pack need a pack each. All other samples of at least some length need further packs, unless they
-    fit in the gaps beside the long samples; gaps shorter than that length are useless for them. The result is the
-    largest of the bounds for all such lengths.
+    longer than half a pack need a pack each. Shorter samples, of at least some minimum, need further packs unless they
+    fit beside a long one, into a gap that is not shorter than that minimum.
     """
     is_long = distinct > capacity // 2
     num_long = int(counts[is_long].sum())
-    gaps = capacity - distinct[is_long]  # free tokens beside a sample of each long length, ascending
-    gap_tokens = to_offsets(gaps * counts[is_long])  # of all packs with the shortest i gaps
-    # For each other length as the minimum, (k,): tokens of such samples, and of the gaps that are long enough for them.
-    min_length = distinct[~is_long]
-    tokens = np.cumsum(min_length * counts[~is_long])
-    usable_tokens = gap_tokens[-1] - gap_tokens[np.searchsorted(gaps, min_length)]
-    num_further_packs = -((usable_tokens - tokens) // capacity)  # rounded up
+    gaps = capacity - distinct[is_long]  # free tokens beside each long length, the shortest gap first
+    gap_tokens = to_offsets(gaps * counts[is_long])  # sums over the shortest gaps: over none, one, two, ...
+    # Each short length is tried as the minimum, (k,).
+    min_lengths = distinct[~is_long]
+    tokens = np.cumsum(min_lengths * counts[~is_long])  # of all short samples that are not shorter
+    num_short_gaps = np.searchsorted(gaps, min_lengths)
+    usable_tokens = gap_tokens[-1] - gap_tokens[num_short_gaps]
+    num_further_packs = -(-(tokens - usable_tokens) // capacity)  # rounded up
     bound = num_long + int(num_further_packs.max(initial=0))
-    if max_samples:
+    if max_samples is not None:
         bound = max(bound, math.ceil(int(counts.sum()) / max_samples))
     return bound
 
@@ -541,27 +559,31 @@ def _place_in_fewest_packs(
     lengths = distinct.tolist()
     best_fit = place_best_fit(lengths, counts.tolist(), capacity, max_samples)
     exact_fit = partial(place_exact_fit, lengths, counts.tolist(), capacity, max_samples=max_samples)
-    enough_packs = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
     fewest = best_fit
     best_factor = None  # the scarcity factor of exact fit, if that needs fewer packs than best fit
-    if best_fit.total_packs > enough_packs and (max_samples or lengths[0] <= MAX_BITS_FOR_PAIRS):
-        factors = _SCARCITY_FACTORS if max_samples else (0.0,)  # without a limit of samples, no slots are scarce
-        for factor in factors:
-            exact = exact_fit(scarcity_factor=factor)
-            if exact.total_packs < fewest.total_packs:
-                fewest, best_factor = exact, factor
-            if fewest.total_packs <= enough_packs:
-                break
+    enough_packs = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
+    for factor in _factors_for_exact_fit(distinct, max_samples):
+        if fewest.total_packs <= enough_packs:
+            break
+        exact = exact_fit(scarcity_factor=factor)
+        if exact.total_packs < fewest.total_packs:
+            fewest, best_factor = exact, factor
     if noise is None:
         return fewest, fewest.total_packs
     # With noise, exact fit may need a few more packs than without, so every epoch gets a few more.
     num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)
-    if best_factor is not None and num_packs < best_fit.total_packs:
-        varied = exact_fit(scarcity_factor=best_factor, noise=noise.tolist())
-        if varied.total_packs > num_packs:
-            varied = fewest
-        return varied, num_packs
-    return _vary_best_fit(best_fit, distinct, counts, capacity, max_samples, noise), best_fit.total_packs
+    if best_factor is None or num_packs >= best_fit.total_packs:
+        return _vary_best_fit(best_fit, distinct, counts, capacity, max_samples, noise), best_fit.total_packs
+    varied = exact_fit(scarcity_factor=best_factor, noise=noise.tolist())
+    return (varied if varied.total_packs <= num_packs else fewest), num_packs
+
+
+def _factors_for_exact_fit(distinct: Int64Array, max_samples: int | None) -> tuple[float, ...]:
+    """Return the scarcity factors to try, in this order."""
+    if max_samples is not None:
+        return _SCARCITY_FACTORS
+    finds_pairs = distinct.max(initial=0) <= MAX_BITS_FOR_PAIRS
+    return (0.0,) if finds_pairs else ()  # without a limit of samples, no slots are scarce
 
 
 def _vary_best_fit(
