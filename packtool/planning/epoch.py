@@ -133,8 +133,7 @@ def plan_epoch(
         towers: work of the towers for images and sounds of each sample.
         trees: groups of samples with shared prefixes; each group is in one pack. ``media_tokens`` and ``towers`` are
             then what each sample adds to its group.
-        untrained: int64 (M,), ascending: in a partly trained epoch, the samples that are left, which must be the only
-            samples of ``trees``; None for all samples.
+        untrained: int64 (M,), ascending, may repeat: the samples to plan, all of them in ``trees``; None for all.
     """
     assert len(lengths) == len(target_tokens)
     packs = pack_epoch(
@@ -156,21 +155,22 @@ def pack_epoch(
 ) -> PackPlan:
     """Filter samples and pack them, or make packs of one sample without packing.
 
-    Arguments are as for ``plan_epoch``, and ``drawn``, in place of ``trees``: prefixes that only samples of a step
-    share (with ``samples_per_step``), or those that ``untrained`` lists.
+    Arguments are as for ``plan_epoch``. ``drawn``, in place of ``trees``: prefixes that are shared by samples of the
+    same step (with ``samples_per_step``) or of the same pack.
     """
     kept = _kept_samples(lengths, options.max_length, untrained)  # an error if none is left
     if trees is not None:
-        assert options.packing, "padded rows share nothing"
+        assert options.packing, "trees are packed"
         capacity = options.packing_length
-        packs = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    elif untrained is None and len(kept) == len(lengths):
+        return pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
+    if untrained is None and len(kept) == len(lengths):  # all samples
         packs = _pack_samples(lengths, media_tokens, options, seed, epoch)
     else:
         kept_media = None if media_tokens is None else media_tokens[kept]
         packs = _pack_samples(lengths[kept], kept_media, options, seed, epoch)
         packs = replace(packs, samples=kept[packs.samples])
-    packs = _group_padded_rows(packs, options)
+    if not options.packing and options.group_by_length:
+        packs = group_by_length(packs, options.packs_per_step)
     if drawn is None:
         return packs
     if options.samples_per_step is not None:
@@ -218,32 +218,36 @@ def pack_drawn(
     drawn: DrawnPrefixes | None = None,
     min_packs: int = 0,
 ) -> PackPlan:
-    """Pack an epoch of a mixture: pack slots, and fill each slot with a sample drawn for the epoch.
+    """Pack the samples that an epoch of a mixture draws; every epoch has as many packs as the first.
 
-    A slot has the length of the longest sample that may fill it, so every epoch has as many packs. With ``drawn``, the
-    samples that fill the slots are packed anew, with their common prefixes computed once, in any number of packs from
-    ``min_packs`` on.
+    With ``drawn``, common prefixes of samples in a pack (or a step, with ``samples_per_step``) are computed once.
+    Epochs then have different numbers of packs, at least ``min_packs`` if there are as many samples.
     """
     keeps_order = options.packing and options.packing_algorithm == "sequential"
     spreads_sources = options.shuffle and not keeps_order
     packs = _pack_drawn_samples(mixture, options, seed, epoch, spreads_sources=spreads_sources)
     if drawn is not None and options.samples_per_step is None:
         packs = share_drawn_prefixes(packs, drawn, options, seed=seed, epoch=epoch)
-        packs = split_to_count(packs, max(packs.num_packs, min(min_packs, packs.num_samples)))
+        min_packs = min(min_packs, packs.num_samples)
+        packs = split_to_count(packs, max(packs.num_packs, min_packs))
     if spreads_sources:
         sources = mixture.source_of(packs.samples)
         amounts = mixture.amounts(packs.samples)
         packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
-    packs = _group_padded_rows(packs, options)
+    if not options.packing and options.group_by_length:
+        packs = group_by_length(packs, options.packs_per_step)
     if drawn is not None and options.samples_per_step is not None:
-        packs = share_prefixes_in_steps(packs, drawn, options.samples_per_step)
+        packs = share_prefixes_in_steps(packs, drawn, options.samples_per_step)  # steps have their samples now
     return packs
 
 
 def _pack_drawn_samples(
     mixture: Mixture, options: PlanOptions, seed: int, epoch: int, *, spreads_sources: bool
 ) -> PackPlan:
-    """Pack a mixture's slots, and fill each with the sample that the epoch draws for it."""
+    """Pack a mixture's slots, and fill each with the sample that the epoch draws for it.
+
+    A slot is as long as the longest sample that may fill it, so all epochs have equally many packs.
+    """
     slots = mixture.slots
     sample_of_slot = mixture.draw(epoch)
     makes_packs = options.packing and options.samples_per_step is None
@@ -271,54 +275,41 @@ def assign_packs(
 ) -> EpochPlan:
     """Assign existing packs to steps and ranks, and compute the figures of the plan.
 
-    With ``samples_per_step``, steps take samples in the order of ``packs``, and the samples of each step are packed
-    anew. So a resumed epoch gives its steps the same samples as an uninterrupted one.
+    With ``samples_per_step``, steps take the samples in the order of ``packs``, and pack them anew.
 
-    Arguments are as for ``plan_epoch``, and ``keeps_steps``: steps take the packs in their order, even if that trains
-    the parts of a tree in other steps than ``trees`` asks for. ``num_packs`` is as for ``assign_balanced``.
+    Arguments are as for ``plan_epoch``, and ``keeps_steps``: steps take the packs in their order, wherever ``trees``
+    require the parts of a tree. ``num_packs`` is as for ``assign_balanced``.
     """
-    has_fixed_samples = options.samples_per_step is not None
-    # Units are what is assigned to ranks: packs, or samples as packs of one.
-    units = split_into_samples(packs) if has_fixed_samples or options.skrull is not None else packs
     costs_of: Callable[[PackPlan], Costs] | None = None
     if options.cost is not None:
         costs_of = cache(partial(pack_costs, cost=options.cost, target_tokens=target_tokens, towers=towers))
+    splits_packs = options.samples_per_step is not None or options.skrull is not None
+    units = split_into_samples(packs) if splits_packs else packs  # each is assigned to one micro-batch
     unit_costs = None if costs_of is None else costs_of(units)
     tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
-    if has_fixed_samples:
+    trained_packs = units
+    if options.samples_per_step is not None:
         assignment = assign_samples(units, unit_costs, options, media_tokens)
         trained_packs, assignment = _join_micro_batches(units, assignment)
+    elif options.skrull is not None:
+        assert unit_costs is not None, "Skrull needs the costs of samples"
+        assignment = assign_skrull(packs, unit_costs, options)
     else:
-        trained_packs, assignment = units, _assign_units(packs, units, unit_costs, options, tree_parts, num_packs)
-    placement = assignment.placement
+        assignment = _assign_undivided(packs, unit_costs, options, tree_parts, num_packs)
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
-    balance = skrull = None
+    balance = None
     if costs_of is not None:
         balance = _balance_figures(packs, units, trained_packs, steps, target_tokens, costs_of, options, tree_parts)
-    if placement is not None:
-        assert unit_costs is not None
-        skrull = _skrull_figures(units, steps, placement, options, unit_costs, towers)
-        fill = packs.num_tokens / max(skrull.num_tokens, 1)
-    else:
-        fill = _fill_of(trained_packs, steps, options)
-    counted = trained_packs if placement is None else packs  # Skrull's trained packs are single samples
-    num_cached = len(target_tokens)
-    summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
-    return EpochPlan(trained_packs, steps, summary, lasting=units if has_fixed_samples else packs, placement=placement)
-
-
-def _skrull_figures(
-    units: PackPlan,
-    steps: StepPlan,
-    placement: Int64Array,
-    options: PlanOptions,
-    costs: Costs,
-    towers: TowerWork | None,
-) -> SkrullFigures:
-    """Return the figures of samples, ``units``, that Skrull placed."""
-    assert options.skrull is not None
+    figures = partial(summarize, steps=steps, options=options, num_cached=len(target_tokens), balance=balance)
+    if options.skrull is None or assignment.placement is None:
+        summary = figures(trained_packs, fill=_fill_of(trained_packs, steps, options))
+        lasting = packs if options.samples_per_step is None else units
+        return EpochPlan(trained_packs, steps, summary, lasting)
+    assert unit_costs is not None
     work = None if towers is None else towers.select(units.samples)
-    return SkrullFigures.of(units, steps, placement, options.skrull, costs, work)
+    skrull = SkrullFigures.of(units, steps, assignment.placement, options.skrull, unit_costs, work)
+    summary = figures(packs, fill=packs.num_tokens / max(skrull.num_tokens, 1), skrull=skrull)
+    return EpochPlan(units, steps, summary, lasting=packs, placement=assignment.placement)
 
 
 def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
@@ -340,37 +331,35 @@ def _balance_figures(
     options: PlanOptions,
     tree_parts: TreeParts | None,
 ) -> BalanceFigures:
-    """Compare the planned ``steps`` of ``trained_packs`` with packs, or samples, that are assigned to ranks in turn."""
+    """Compare the planned ``steps`` with steps whose samples, or else packs, are assigned to ranks in turn.
+
+    ``units`` are the samples with ``samples_per_step`` and with Skrull, otherwise ``packs``.
+    """
     planned = imbalance(steps.rank_costs(costs_of(trained_packs)))
-    is_balanced = options.balance != "none" and options.dynamic_batch_tokens is None
     if options.samples_per_step is not None:
         in_turn = imbalance(_round_robin_rank_costs(costs_of(units), options.samples_per_step, options.world_size))
-    elif options.skrull is not None or is_balanced:
+    elif options.skrull is None and (options.balance == "none" or options.dynamic_batch_tokens is not None):
+        in_turn = planned  # nothing is balanced
+    else:
         assignment = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
         steps_in_turn = StepPlan.of(packs, target_tokens, assignment, options.world_size)
         in_turn = imbalance(steps_in_turn.rank_costs(costs_of(packs)))
-    else:
-        in_turn = planned  # the plan assigns them in turn
     return BalanceFigures(in_turn, planned, float(costs_of(units).sum()))
 
 
-def _assign_units(
+def _assign_undivided(
     packs: PackPlan,
-    units: PackPlan,
     costs: Costs | None,
     options: PlanOptions,
     tree_parts: TreeParts | None,
     num_packs: int | None,
 ) -> StepAssignment:
-    """Assign units, ``packs`` or their samples as packs of one, to steps and ranks; ``costs``, (U,), are of units."""
-    if options.skrull is not None:
-        assert costs is not None, "Skrull needs the costs of samples"
-        return assign_skrull(packs, costs, options)
+    """Assign packs, or padded rows as packs of one sample, to steps and ranks; arguments as for ``assign_balanced``."""
     if options.dynamic_batch_tokens is None:
-        return assign_balanced(units, costs, options, tree_parts, num_packs)
+        return assign_balanced(packs, costs, options, tree_parts, num_packs)
     return assign_by_tokens(
-        units.tokens_per_pack(),
-        samples_per_step=options.packs_per_step,
+        packs.tokens_per_pack(),
+        samples_per_step=options.packs_per_step,  # rows: a pack has one sample
         num_ranks=options.world_size,
         max_tokens=options.dynamic_batch_tokens,
         max_samples=options.dynamic_max_batch_size,
@@ -412,12 +401,6 @@ def _pack_samples(
     if options.packing and options.samples_per_step is None:
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     return pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
-
-
-def _group_padded_rows(packs: PackPlan, options: PlanOptions) -> PackPlan:
-    if options.packing or not options.group_by_length:
-        return packs
-    return group_by_length(packs, options.packs_per_step)
 
 
 def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
