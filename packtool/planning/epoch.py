@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -280,71 +279,92 @@ def assign_packs(
     Arguments are as for ``plan_epoch``, and ``keeps_steps``: steps take the packs in their order, wherever ``trees``
     require the parts of a tree. ``num_packs`` is as for ``assign_balanced``.
     """
-    costs_of: Callable[[PackPlan], Costs] | None = None
-    if options.cost is not None:
-        costs_of = cache(partial(pack_costs, cost=options.cost, target_tokens=target_tokens, towers=towers))
-    splits_packs = options.samples_per_step is not None or options.skrull is not None
-    units = split_into_samples(packs) if splits_packs else packs  # each is assigned to one micro-batch
-    unit_costs = None if costs_of is None else costs_of(units)
     tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
-    trained_packs = units
     if options.samples_per_step is not None:
-        assignment = assign_samples(units, unit_costs, options, media_tokens)
-        trained_packs, assignment = _join_micro_batches(units, assignment)
-    elif options.skrull is not None:
-        assert unit_costs is not None, "Skrull needs the costs of samples"
-        assignment = assign_skrull(packs, unit_costs, options)
-    else:
-        assignment = _assign_undivided(packs, unit_costs, options, tree_parts, num_packs)
+        return _assign_fixed_samples(packs, target_tokens, options, media_tokens, towers)
+    if options.skrull is not None:
+        return _assign_by_skrull(packs, target_tokens, options, towers, tree_parts)
+    costs = None if options.cost is None else pack_costs(packs, options.cost, target_tokens, towers)
+    assignment = _assign_undivided(packs, costs, options, tree_parts, num_packs)
+    steps = StepPlan.of(packs, target_tokens, assignment, options.world_size)
+    balance = None
+    if costs is not None:
+        planned = in_turn = imbalance(steps.rank_costs(costs))
+        if options.balance != "none" and options.dynamic_batch_tokens is None:
+            in_turn = _imbalance_in_turn(packs, target_tokens, costs, options, tree_parts)
+        balance = BalanceFigures(in_turn, planned, float(costs.sum()))
+    fill = _fill_of(packs, steps, options)
+    summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
+    return EpochPlan(packs, steps, summary, lasting=packs)
+
+
+def _assign_fixed_samples(
+    packs: PackPlan,
+    target_tokens: IntArray,
+    options: PlanOptions,
+    media_tokens: IntArray | None,
+    towers: TowerWork | None,
+) -> EpochPlan:
+    """Give each step the next ``samples_per_step`` samples of ``packs``, and make one new pack of each micro-batch."""
+    assert options.samples_per_step is not None
+    samples = split_into_samples(packs)
+    costs = None if options.cost is None else pack_costs(samples, options.cost, target_tokens, towers)
+    assignment_of_samples = assign_samples(samples, costs, options, media_tokens)
+    trained_packs, assignment = _join_micro_batches(samples, assignment_of_samples)
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
     balance = None
-    if costs_of is not None:
-        balance = _balance_figures(packs, units, trained_packs, steps, target_tokens, costs_of, options, tree_parts)
-    figures = partial(summarize, steps=steps, options=options, num_cached=len(target_tokens), balance=balance)
-    if options.skrull is None or assignment.placement is None:
-        summary = figures(trained_packs, fill=_fill_of(trained_packs, steps, options))
-        lasting = packs if options.samples_per_step is None else units
-        return EpochPlan(trained_packs, steps, summary, lasting)
-    assert unit_costs is not None
-    work = None if towers is None else towers.select(units.samples)
-    skrull = SkrullFigures.of(units, steps, assignment.placement, options.skrull, unit_costs, work)
-    summary = figures(packs, fill=packs.num_tokens / max(skrull.num_tokens, 1), skrull=skrull)
-    return EpochPlan(units, steps, summary, lasting=packs, placement=assignment.placement)
+    if options.cost is not None and costs is not None:
+        trained_costs = pack_costs(trained_packs, options.cost, target_tokens, towers)
+        rank_costs_in_turn = _round_robin_rank_costs(costs, options.samples_per_step, options.world_size)
+        planned = imbalance(steps.rank_costs(trained_costs))
+        balance = BalanceFigures(imbalance(rank_costs_in_turn), planned, float(costs.sum()))
+    fill = trained_packs.fill
+    summary = summarize(trained_packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
+    return EpochPlan(trained_packs, steps, summary, lasting=samples)
+
+
+def _assign_by_skrull(
+    packs: PackPlan,
+    target_tokens: IntArray,
+    options: PlanOptions,
+    towers: TowerWork | None,
+    tree_parts: TreeParts | None,
+) -> EpochPlan:
+    """Assign the samples of ``packs`` to ranks and micro-batches, each local to a device or sharded."""
+    assert options.skrull is not None
+    assert options.cost is not None, "Skrull needs the costs of samples"
+    samples = split_into_samples(packs)
+    costs = pack_costs(samples, options.cost, target_tokens, towers)
+    assignment = assign_skrull(packs, costs, options)
+    placement = assignment.placement
+    assert placement is not None
+    steps = StepPlan.of(samples, target_tokens, assignment, options.world_size)
+    costs_of_packs = pack_costs(packs, options.cost, target_tokens, towers)
+    in_turn = _imbalance_in_turn(packs, target_tokens, costs_of_packs, options, tree_parts)
+    balance = BalanceFigures(in_turn, imbalance(steps.rank_costs(costs)), float(costs.sum()))
+    sample_towers = None if towers is None else towers.select(samples.samples)
+    skrull = SkrullFigures.of(samples, steps, placement, options.skrull, costs, sample_towers)
+    fill = packs.num_tokens / max(skrull.num_tokens, 1)
+    summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance, skrull=skrull)
+    return EpochPlan(samples, steps, summary, lasting=packs, placement=placement)
 
 
 def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
     """Return the share of tokens that are not padding in the trained packs, or in padded rows, 0 to 1."""
-    if options.packing or options.samples_per_step is not None:
+    if options.packing:
         return packs.fill
     if options.dynamic_batch_tokens is None:
         return padded_fill(packs, steps)
     return 1.0  # dynamic batches have no padding
 
 
-def _balance_figures(
-    packs: PackPlan,
-    units: PackPlan,
-    trained_packs: PackPlan,
-    steps: StepPlan,
-    target_tokens: IntArray,
-    costs_of: Callable[[PackPlan], Costs],
-    options: PlanOptions,
-    tree_parts: TreeParts | None,
-) -> BalanceFigures:
-    """Compare the planned ``steps`` with steps whose samples, or else packs, are assigned to ranks in turn.
-
-    ``units`` are the samples with ``samples_per_step`` and with Skrull, otherwise ``packs``.
-    """
-    planned = imbalance(steps.rank_costs(costs_of(trained_packs)))
-    if options.samples_per_step is not None:
-        in_turn = imbalance(_round_robin_rank_costs(costs_of(units), options.samples_per_step, options.world_size))
-    elif options.skrull is None and (options.balance == "none" or options.dynamic_batch_tokens is not None):
-        in_turn = planned  # nothing is balanced
-    else:
-        assignment = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
-        steps_in_turn = StepPlan.of(packs, target_tokens, assignment, options.world_size)
-        in_turn = imbalance(steps_in_turn.rank_costs(costs_of(packs)))
-    return BalanceFigures(in_turn, planned, float(costs_of(units).sum()))
+def _imbalance_in_turn(
+    packs: PackPlan, target_tokens: IntArray, costs: Costs, options: PlanOptions, tree_parts: TreeParts | None
+) -> Costs:
+    """Return the imbalance of each step, (S,), if packs of these ``costs``, (K,), were assigned to ranks in turn."""
+    assignment = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
+    steps = StepPlan.of(packs, target_tokens, assignment, options.world_size)
+    return imbalance(steps.rank_costs(costs))
 
 
 def _assign_undivided(
