@@ -131,8 +131,8 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 class LengthSet:
     """Set of lengths that finds the nearest length above or below another.
 
-    A set bit in ``_words`` is a length, one in ``_top`` a word that is not empty, so a search takes two shifts at any
-    capacity. Lengths added later must not exceed the longest initial one or, without initial ones, ``longest``.
+    A set bit in ``_words`` is a length, one in ``_top`` a word that is not empty. Lengths added later must not exceed
+    the longest initial one or, without initial ones, ``longest``.
     """
 
     def __init__(self, lengths: Iterable[int] = (), longest: int = 0) -> None:
@@ -212,8 +212,7 @@ def place_best_fit(
 ) -> Placements:
     """Place the samples of one length after the other where they fit most tightly, or in new packs.
 
-    ``lengths`` are distinct, from 1 to ``capacity``; with the longest first, this is best-fit decreasing. ``counts``
-    are the numbers of samples of each length, 1 or more.
+    ``lengths`` are distinct, from 1 to ``capacity``. ``counts`` are the numbers of samples of each length, 1 or more.
     """
     packer = _BestFit(capacity, max_samples or capacity, shortest=min(lengths, default=1))
     for length, count in zip(lengths, counts, strict=True):
@@ -290,7 +289,7 @@ MAX_GAP_SHARE = 1e-3
 MAX_SHORTENING = 0.02
 """Share of the longest unplaced sample by which noise shortens the first sample of a pack, at most."""
 _MAX_PAIR_OFFSET = 0.25
-"""With noise, the longer sample of a pair has up to this share of the pair's tokens more than half of them."""
+"""Share of a pair's tokens by which noise makes the longer sample exceed half of them, at most."""
 
 
 def place_exact_fit(
@@ -302,10 +301,9 @@ def place_exact_fit(
     scarcity_factor: float = 0.0,
     noise: Sequence[float] = (0.0,),
 ) -> Placements:
-    """Fill packs one after the other so that little space stays free; packs of the same lengths are filled at once.
+    """Fill packs one after the other, each time with the one or two samples that leave least space.
 
-    Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem", fill each bin with the
-    subset that leaves least space; this considers subsets of two samples only.
+    A variant of Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem".
 
     Args:
         lengths: distinct, from 1 to ``capacity``.
@@ -349,14 +347,11 @@ class _ExactFit(NamedTuple):
     noise: Iterator[float]
 
     def take_pack(self) -> dict[int, int]:
-        """Remove the samples of one pack from the unplaced ones; return the number of each length, the longest first.
-
-        The pack begins with the longest sample, or with noise one that is a little shorter.
-        """
+        """Remove the samples of one pack from the unplaced ones; return how many of each length, the longest first."""
         unplaced = self.unplaced
         longest = unplaced.longest()
         max_shortening = int(longest * MAX_SHORTENING * next(self.noise))
-        first_length = unplaced.shortest_from(longest - max_shortening)
+        first_length = unplaced.shortest_from(longest - max_shortening)  # noise makes it shorter than the longest
         unplaced.take(first_length, 1)
         count_by_length = {first_length: 1}
         free_tokens = self.capacity - first_length
@@ -549,12 +544,10 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
 def _place_in_fewest_packs(
     distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs | None
 ) -> tuple[Placements, int]:
-    """Place by best fit or, where that needs fewer packs, by exact fit.
+    """Place by best fit or, where that needs fewer packs, by exact fit; arguments as for ``min_packs``.
 
-    ``distinct``, (D,), are the lengths, the longest first, and ``counts``, (D,), the number of samples of each.
-    ``noise``, (D,), from 0 to 1, varies which lengths share a pack; None varies nothing.
-
-    Returns placements, and the number of packs of every epoch: the placements may need fewer, depending on the noise.
+    ``noise``, (D,), from 0 to 1, varies which lengths share a pack; None varies nothing. Returns placements, and the
+    number of packs of every epoch: the placements may have fewer, depending on the noise.
     """
     lengths = distinct.tolist()
     best_fit = place_best_fit(lengths, counts.tolist(), capacity, max_samples)
@@ -589,10 +582,9 @@ def _factors_for_exact_fit(distinct: Int64Array, max_samples: int | None) -> tup
 def _vary_best_fit(
     best_fit: Placements, distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs
 ) -> Placements:
-    """Place by best fit with the most noise that needs as many packs as ``best_fit``, which has no noise.
+    """Place by best fit with ``noise``, (D,), in the order of lengths, with no more packs than ``best_fit``.
 
-    ``noise``, (D,), makes the order of the D lengths less strict. On 3,000 lognormal lengths, the strict order repeats
-    69 % of its packs in the next epoch, with noise 7 %.
+    Without noise, epochs have many packs in common.
     """
     # The more samples a length has, the less noise is needed, and the more packs it costs.
     rarity = len(counts) / int(counts.sum())
