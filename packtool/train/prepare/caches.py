@@ -230,17 +230,17 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
 
 def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
     """Check that limits on videos and audio have the same effect as those of the export."""
-    exported_options, exported_limits = manifest.identity.spec, manifest.identity.media_limits
+    exported_limits = manifest.identity.media_limits
     if exported_limits.video is None:
-        return  # the only option on audio is about that of videos
+        return  # a model without videos has no audio either
+    exported_options = {name: value for name, value in manifest.identity.spec.items() if name in _MEDIA_NAMES}
     changed = _changed_media_options(exported_options, config)
     if not changed:
         return
-    run_options = {**exported_options, **changed}
-    media_options = MediaOptions(**{name: value for name, value in run_options.items() if name in _MEDIA_NAMES})
-    if media_encoding(files, media_options).limits == exported_limits:
-        return  # different options, but the same limits
-    differences = ", ".join(
+    run_options = MediaOptions(**{**exported_options, **changed})
+    if media_encoding(files, run_options).limits == exported_limits:
+        return
+    differences = ", ".join(  # by the environment variables of these options
         f"{name.upper()} {exported_options.get(name) or 'unset'} in the cache, {value} in this run"
         for name, value in changed.items()
     )
@@ -263,10 +263,7 @@ def _changed_media_options(exported: Mapping[str, Any], config: MediaOptions) ->
 
 
 def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
-    """Check that options which the export applied to rows, such as truncation, are the same.
-
-    A larger ``--max-length`` is refused if the export shortened or dropped rows by its own.
-    """
+    """Check that options which the export applied to rows, such as truncation, are the same."""
     if config.max_length is not None and config.max_length > manifest.max_length and manifest.num_shortened:
         raise MismatchError(
             f"--max-length {config.max_length} is larger than the {manifest.max_length} tokens that {directory} was "
@@ -445,13 +442,14 @@ def stage_problems(recipe: Recipe, config: PlanConfig | TrainConfig) -> list[str
                     "(until: 30%)"
                 )
             continue
-        end = stage.until or max(round((stage.until_share or 0.0) * max_steps), 1)  # 1 if it is missing
-        is_last = number + 1 == len(recipe.stages)
-        if is_last and previous_end >= max_steps:
-            problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
-        elif not is_last and stage.until is None and stage.until_share is None:
+        if number + 1 == len(recipe.stages):  # the last stage ends with the run
+            if previous_end >= max_steps:
+                problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
+            continue
+        end = stage.until or max(round((stage.until_share or 0.0) * max_steps), 1)
+        if stage.until is None and stage.until_share is None:
             problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
-        elif not is_last and end <= previous_end:
+        elif end <= previous_end:
             problems.append(
                 f"{key}.until: {stage.end_text} is step {end:,}, not after step {previous_end:,}, where the "
                 "previous stage ends"

@@ -34,6 +34,9 @@ from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageEr
 Checksums = Mapping[str, tuple[int, int]]
 """Size in bytes and CRC-32 of files, by their paths inside a checkpoint."""
 
+NEWEST = "true"
+"""The value of ``--resume-from-checkpoint`` that names the newest intact checkpoint."""
+
 ONLY_MODEL = "--resume-only-model true loads only its weights, and starts with a new optimizer and schedule."
 
 # Files that a resumed run does not read.
@@ -414,11 +417,11 @@ def find_checkpoint(
         only_model: check the files of weights only.
 
     Returns:
-        its directory, None to train from the beginning; and warnings on newer checkpoints that are damaged.
+        its directory, or None to begin a new run; and warnings on newer checkpoints that are damaged.
     """
     if resume_from is None or resume_from.lower() == "false":
         return None, []
-    if resume_from.lower() == "true":
+    if resume_from.lower() == NEWEST:
         return _find_newest_checkpoint(output_dir, only_model=only_model)
     if not os.path.isdir(resume_from):
         raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")

@@ -38,16 +38,16 @@ class Validation:
 
 def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None:
     """Plan the evaluation of the val split between steps; None with ``--eval-strategy no``."""
-    (config, files, reader), choices = inputs.for_training, inputs.target_choices
+    config, files, reader = inputs.for_training
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
     if config.sequence_parallel_ranks == 1:
-        capacity, limit = plan.max_tokens, len(plan.lengths)
-        shared, _ = find_shared_prefixes(config, files.config, val, capacity=capacity, limit=limit)
+        shared, _ = find_shared_prefixes(config, files.config, val, capacity=plan.max_tokens)
         if shared is not None:
             plan = dataclasses.replace(plan, trees=shared.trees)
+    choices = inputs.target_choices
     return Validation(val, RelabeledReader(val, choices) if any(choices) else val, plan)
 
 
@@ -78,14 +78,15 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
-    capacity, limit = plan.max_tokens, len(plan.lengths)
-    prefixes, message = find_shared_prefixes(config, files.config, reader, capacity=capacity, limit=limit)
-    if prefixes is not None:
-        plan = dataclasses.replace(plan, trees=prefixes.trees)
-        message = prefixes.line(cost_of(files.config, ALL_WEIGHTS))
+    shared, sharing_note = find_shared_prefixes(
+        config, files.config, reader, capacity=plan.max_tokens, limit=config.limit
+    )
+    if shared is not None:
+        plan = dataclasses.replace(plan, trees=shared.trees)
+        sharing_note = shared.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
         _check_writable(config.output)
-    notes = () if message is None else (message,)
+    notes = () if sharing_note is None else (sharing_note,)
     return PreparedEvaluation(config, world, trained, reader, plan, axes, notes)
 
 
@@ -120,14 +121,14 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     eval_steps = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
         return dataclasses.replace(config, eval_steps=eval_steps), []
-    num_val_by_cache = [
+    num_val_samples = [
         manifest.splits[VAL_SPLIT].rows if VAL_SPLIT in manifest.splits else 0 for manifest in reader.manifests
-    ]
+    ]  # of each cache
     # With --save-strategy best, evaluations decide about checkpoints, so they follow --eval-steps.
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
-    if all(num_val_by_cache) and strategy != "no":
+    if all(num_val_samples) and strategy != "no":
         config = dataclasses.replace(config, eval_strategy=strategy, eval_steps=eval_steps)
-        return config, [_evaluation_line(sum(num_val_by_cache), strategy, eval_steps)]
+        return config, [_evaluation_line(sum(num_val_samples), strategy, eval_steps)]
     if config.seeks_best or config.early_stop_interval is not None:
         raise ConfigError(
             "the best checkpoint and early stopping need an evaluation, and nothing is evaluated",
@@ -135,9 +136,9 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
             "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
     notes = []
-    if any(num_val_by_cache) and strategy != "no":
+    if any(num_val_samples) and strategy != "no":
         notes.append("nothing is evaluated, because only some of the caches have a val split")
-    return dataclasses.replace(config, eval_strategy="no"), notes  # --eval-steps has no effect
+    return dataclasses.replace(config, eval_strategy="no"), notes
 
 
 def _evaluation_line(num_samples: int, strategy: EvalStrategy, eval_steps: float) -> str:

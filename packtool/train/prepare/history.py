@@ -24,6 +24,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -391,23 +392,20 @@ def _untrained_samples(
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     """Return the ledger after ``step`` steps as if all planned samples were trained, for checkpoints without one."""
-    inputs = timeline.inputs
+    inputs, reader = timeline.inputs, timeline.inputs.for_training.reader
     before_epoch, in_epoch = _planned_counts(timeline, step)
-    counts = before_epoch + in_epoch
     sources = []
-    start = 0
-    for source in begin_ledger(inputs.for_training.reader).sources:
-        of_cache = slice(start, start + source.num)  # positions of the samples of this cache
-        start += source.num
-        cache_counts = counts[of_cache]
+    for source, (start, stop) in zip(begin_ledger(reader).sources, pairwise(reader.offsets.tolist()), strict=True):
+        source_before, source_in_epoch = before_epoch[start:stop], in_epoch[start:stop]
+        counts = source_before + source_in_epoch
         sources.append(
             dataclasses.replace(
                 source,
-                before=RowCounts.of(before_epoch[of_cache]),
-                epoch=RowCounts.of(in_epoch[of_cache]),
-                num_samples=int(cache_counts.sum()),
-                tokens=int((cache_counts * inputs.lengths[of_cache]).sum()),
-                target_tokens=int((cache_counts * inputs.targets[of_cache]).sum()),
+                before=RowCounts.of(source_before),
+                epoch=RowCounts.of(source_in_epoch),
+                num_samples=int(counts.sum()),
+                tokens=int((counts * inputs.lengths[start:stop]).sum()),
+                target_tokens=int((counts * inputs.targets[start:stop]).sum()),
             )
         )
     current_epoch, _ = timeline.locate(step)
@@ -415,16 +413,16 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
 
 
 def _planned_counts(timeline: Timeline, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Count each sample in the steps before ``step``: in earlier epochs, and in the epoch of ``step``; (N,) each."""
+    """Training counts of samples after ``step`` steps: in earlier epochs, and in the epoch of ``step``; (N,) each."""
     inputs = timeline.inputs
     num_samples = len(inputs.lengths)
 
     def counts_of_epoch(epoch: int) -> npt.NDArray[np.int64]:
         if inputs.mixture is not None:
             return inputs.epoch_counts(epoch)
-        # Without a mixture, every epoch has the samples of the first one.
-        planned_samples = timeline.first_plan.full_packs.samples
-        return np.minimum(np.bincount(planned_samples, minlength=num_samples), 1)
+        is_planned = np.zeros(num_samples, np.int64)
+        is_planned[timeline.first_plan.full_packs.samples] = 1  # without a mixture, every epoch has the same samples
+        return is_planned
 
     current_epoch, plan_step = timeline.locate(step)
     before_epoch = np.zeros(num_samples, np.int64)
@@ -432,8 +430,9 @@ def _planned_counts(timeline: Timeline, step: int) -> tuple[npt.NDArray[np.int64
         before_epoch += counts_of_epoch(epoch)
     if plan_step == 0:
         return before_epoch, np.zeros(num_samples, np.int64)
-    remaining = timeline.span_at(step).plan.packs_from(plan_step).samples
-    return before_epoch, counts_of_epoch(current_epoch) - np.bincount(remaining, minlength=num_samples)
+    untrained_samples = timeline.span_at(step).plan.packs_from(plan_step).samples
+    num_untrained = np.bincount(untrained_samples, minlength=num_samples)
+    return before_epoch, counts_of_epoch(current_epoch) - num_untrained
 
 
 def begin_ledger(reader: CacheReader) -> Ledger:
@@ -496,7 +495,7 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
     """
     _check_caches_and_plan(segment)
     config = dataclasses.replace(segment.train_config, output_dir=output_dir, cache_dir=None)
-    # The history replaces the checkpoint.
+    # The state of the data is read from the history, and not from a checkpoint.
     config = dataclasses.replace(config, resume_from_checkpoint=None, data_change="refuse")
     if model is not None:
         config = dataclasses.replace(config, model=model)

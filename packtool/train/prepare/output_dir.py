@@ -205,8 +205,8 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
     Directories that were created and are empty at the end are removed.
 
     Yields:
-        the settings, whose output directory is in the first process the new folder of ``--add-version``; and the lock,
-        None in other processes and in a dry run.
+        the settings, in the first process with the new folder of ``--add-version`` as their output directory; and the
+        lock, None in other processes and in a dry run.
     """
     config = with_resumed_folder(config)
     _check_can_create(config.output_dir)

@@ -31,6 +31,7 @@ from packtool.planning.summary import (
 )
 from packtool.planning.tree_parts import TreeParts
 from packtool.train.prepare.checkpoint import (
+    NEWEST,
     Assignment,
     BatchShape,
     find_checkpoint,
@@ -47,6 +48,7 @@ from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 
 _MAX_PADDED_SAMPLES = 250_000
+"""Samples of padded batches that are planned for comparison; of more, every n-th, because shuffling takes long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,7 @@ class Preview:
         return str(name)
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
-        """All figures by name, as JSON has them."""
+        """All figures by name, as JSON has them; GPUs reach the fraction ``mfu`` of their ``tflops``."""
         summary = self.plan.summary
         assert summary.balance is not None, "a preview plans with costs"
         figures: dict[str, Any] = {
@@ -168,28 +170,19 @@ class Preview:
         return self.inputs.summary_without_sharing(self.timeline.stages[0].sections[0].batch_shape)
 
     def _padded_figures(self) -> dict[str, Any]:
-        """Figures of the same samples in padded batches, whose rows are single samples instead of packs.
-
-        A batch has as many rows as a micro-batch of packs has samples on average, and so needs about as much memory.
-        Of more than 250,000 samples, only every n-th is batched, because to shuffle them takes longer than to pack.
-        """
+        """Figures of the same samples in padded batches of single samples, which need about as much memory as packs."""
         inputs, num_samples = self.first_inputs, self.plan.summary.num_samples
-        samples_per_pack = self.summary_without_sharing.samples_per_pack
-        num_rows = max(round(samples_per_pack), 1) * inputs.options.per_device_train_batch_size
-        options = dataclasses.replace(
-            self.options,
+        unshared = self.summary_without_sharing
+        batch_size = max(round(unshared.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
+        options = PlanOptions(
             packing=False,
-            cost=None,
+            shuffle=self.options.shuffle,
             balance="none",
-            packing_algorithm="best_fit",
-            max_samples_per_pack=None,
-            max_media_tokens_per_pack=None,
-            per_device_train_batch_size=num_rows,
-            group_by_length=False,
-            dynamic_batch_tokens=None,
-            dynamic_max_batch_size=None,
-            samples_per_step=None,
-            skrull=None,
+            max_length=self.options.max_length,
+            packing_length=self.options.packing_length,
+            world_size=self.options.world_size,
+            gradient_accumulation_steps=self.options.gradient_accumulation_steps,
+            per_device_train_batch_size=batch_size,
         )
         seed = inputs.config.seed
         if inputs.mixture is not None:
@@ -200,9 +193,9 @@ class Preview:
         fill = padded_fill(padded.packs, padded.steps)  # fraction of tokens that are no padding
         return {
             "padding_of_plain_batches": 1 - fill,
-            "rows_of_plain_batches": num_rows,
-            "steps_of_plain_batches": math.ceil(num_samples / options.samples_per_plain_step),
-            "tokens_of_plain_batches": round(self.summary_without_sharing.num_tokens / fill),
+            "rows_of_plain_batches": batch_size,
+            "steps_of_plain_batches": math.ceil(num_samples / options.packs_per_step),
+            "tokens_of_plain_batches": round(unshared.num_tokens / fill),
         }
 
     @cached_property
@@ -229,7 +222,7 @@ class Preview:
         return f"{both}; {learning_rate_advice(summary.batch_growth)}"
 
     @cached_property
-    def parts(self) -> TreeParts | None:
+    def divided_trees(self) -> TreeParts | None:
         """Trees of shared prefixes that take several packs; None without such trees."""
         return TreeParts.of(self.plan.packs, None if self.inputs.shared is None else self.inputs.shared.trees)
 
@@ -248,12 +241,12 @@ class Preview:
             return None
         samples_per_tree = np.diff(shared.trees.offsets)
         samples_per_tree = samples_per_tree[samples_per_tree > 1]  # a tree of one sample shares nothing
-        steps, _ranks, _micro_batches = self.plan.steps.locations().T  # of each pack
+        step_of_pack = self.plan.steps.locations()[:, 0]
         return {
             "num_trees": len(samples_per_tree),
             "samples_per_tree": float(samples_per_tree.mean()),
             "largest_tree": int(samples_per_tree.max()),
-            **({} if self.parts is None else self.parts.figures(steps)),
+            **({} if self.divided_trees is None else self.divided_trees.figures(step_of_pack)),
             "tokens_without": shared.num_tokens_without_sharing,
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
@@ -266,25 +259,23 @@ class Preview:
         """Write a plan file: packs for ``packtool train --plan``, and steps of the first epoch for other readers."""
         reader = self.inputs.reader
         assert reader is not None, "--save needs caches"
-        # A plan file has the packs of one epoch, so it does not record the fingerprint of a mixture.
-        packs = dataclasses.replace(self.plan.full_packs, mixture="")
-        # The step, rank and micro-batch of each sample are those of its pack in ``plan.packs``. With Skrull, each of
-        # these has a single sample; ``full_packs`` has the same samples in the same order.
+        packs = dataclasses.replace(self.plan.full_packs, mixture="")  # as a file has the packs of one epoch only
+        # With Skrull, ``plan.packs`` are single samples, in the order of ``full_packs``.
         samples_per_pack = np.diff(self.plan.packs.offsets)
-        locations = np.repeat(self.plan.steps.locations(), samples_per_pack, axis=0)
+        location_of_sample = np.repeat(self.plan.steps.locations(), samples_per_pack, axis=0)
         plan = SavedPlan(
             samples=packs.samples,
             offsets=packs.offsets,
             lengths=packs.lengths,
             shared_tokens=packs.shared_tokens,
-            locations=locations,
+            locations=location_of_sample,
             capacity=packs.capacity,
             max_length=self.options.max_length,
             seed=self.inputs.config.seed,
             cache=reader.fingerprint,
             plan=packs.fingerprint,
             num_cached=len(reader),
-            parts="" if self.parts is None else self.parts.placement,  # of trees that take several packs
+            parts="" if self.divided_trees is None else self.divided_trees.placement,
         )
         write_plan(path, plan)
 
@@ -310,10 +301,11 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     assert checkpoint is not None, "the run resumes from one"
     timeline = run.caches.timeline
     span = timeline.span_at(run.start)
-    samples_left = span.plan.samples_of(run.start - span.first_step, span.num_steps)
+    plan_step = run.start - span.first_step
+    samples_left = span.plan.samples_of(plan_step, stop=span.num_steps)
     return {
         "checkpoint": checkpoint,
-        "step": run.start,
+        "step": run.start,  # steps done
         "epoch": span.epoch,
         "steps_left_in_epoch": span.stop_step - run.start,
         "steps_per_epoch": timeline.steps_per_epoch,
@@ -333,9 +325,8 @@ def _resumed_run(config: PlanConfig) -> Run:
     directory = config.resume.rstrip("/")
     output_dir = run_directory(directory)
     segments = read_history(output_dir)
-    resume_from = directory if is_checkpoint(directory) else "true"  # the newest checkpoint
-    checkpoint, _ = find_checkpoint(resume_from, output_dir)
-    assert checkpoint is not None, "find_checkpoint raises an error instead"
+    checkpoint, _ = find_checkpoint(directory if is_checkpoint(directory) else NEWEST, output_dir)
+    assert checkpoint is not None, "a missing checkpoint is an error"
     segment = _segment_before(segments, read_run_state(checkpoint).step)
     train_config = dataclasses.replace(
         segment.train_config, output_dir=output_dir, resume_from_checkpoint=checkpoint, data_change="allow"
@@ -346,11 +337,11 @@ def _resumed_run(config: PlanConfig) -> Run:
         raise ConfigError.from_problems(problems)
     num_sharing = train_config.sequence_parallel_ranks  # processes that share a sequence
     num_processes = config.world_size
-    if num_processes == 1:  # this is the default of ``packtool plan``, so take as many processes as the run had
+    if num_processes == 1:  # the default, which stands for as many processes as the run had
         num_processes = segment.assignments[-1].world_size * num_sharing
     return Run.of(train_config, World(size=num_processes).shared_by(num_sharing))
 
 
 def _segment_before(segments: Sequence[Segment], step: int) -> Segment:
-    """The segment that trained the last step before ``step``; the first segment if there is none."""
+    """The segment with the last step before ``step``; the first segment if there is none."""
     return next(each for each in reversed(segments) if each.first < step or each is segments[0])

@@ -208,16 +208,13 @@ def _packing_lines(config: TrainConfig, timeline: Timeline, processes: str) -> I
         f"packing: yes (--packing false pads); packing length: {summary.options.packing_length:,}, packing processes: "
         f"{summary.options.packing_num_proc}, {processes}"
     )
-    packs, fill = (
-        f"packs: {summary.num_packs:,}",
-        f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}",
-    )
-    if config.samples_per_step is not None:  # then packs have free space, which is not computed
-        yield f"{packs}, {fill} (free space is not computed)"
+    fill_text = f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
+    if config.samples_per_step is not None:
+        yield f"packs: {summary.num_packs:,}, {fill_text} (free space is not computed)"
         batch_clause = fixed_batch_clause(summary, timeline.first_plan.steps)
         yield f"optimizer steps: {num_steps:,}, as without packing; {batch_clause}"
         return
-    yield f"{packs} (at least {summary.lower_bound:,} are needed), {fill}"
+    yield f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), {fill_text}"
     if last := last_step_line(timeline):
         yield last
     num_unpacked_steps = timeline.num_steps_without_packing()

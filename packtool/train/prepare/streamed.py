@@ -44,8 +44,8 @@ from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.prepare.shared_prefixes import MIN_SAVING, first_pair, sharing_of_stream
 from packtool.train.prepare.timeline import OpenTimeline
 
-# Options without effect on the packs of a stream: each interval is packed in one window, by any number of processes.
-_WITHOUT_EFFECT = ("packing_num_proc", "packing_window")
+_OPTIONS_WITHOUT_EFFECT = ("packing_num_proc", "packing_window")
+"""Options that do not change the packs of a stream: an interval is one window, packed by any number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +53,9 @@ class StreamedSource:
     """The rows of a run that are encoded and packed while it trains.
 
     Args:
-        specs, spec, options: files of all rows, and options of their encoding and of their packing.
+        specs: files of all rows.
+        spec: options of their encoding.
+        options: of their packing.
         sharing: of prefixes by samples of an interval; None if every sample is computed in full.
         start: the first step to train.
         start_position: position of this rank in the rows at ``start``; None for the beginning.
@@ -186,7 +188,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     """
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
-    # Rows are read and encoded as by an export with the same options.
+    # Rows are read and encoded as by an export with the same options, but into no directory.
     export_config = config.export_config("", max_length)
     encoder = Encoder(export_config.encode_spec, files)  # also checks that the model supports the options
     specs = sources_of(export_config)
@@ -224,10 +226,11 @@ def _check_first_rows(model: str, files: ModelFiles, specs: Sequence[SourceSpec]
 def _stream_run_state(source: StreamedSource, fingerprint: str) -> RunState:
     """The state of a run on a stream before its first step; ``fingerprint`` is that of its rows."""
     config = source.config
-    pack_options = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _WITHOUT_EFFECT]
+    pack_options = [option.name for option in dataclasses.fields(PackOptions)]
     recorded_options = ["packing_interval", "shuffle_buffer_size", *pack_options, "num_train_epochs", "loss_reduction"]
     if source.sharing is not None:
         recorded_options += ["share_prefix", "max_rows_per_tree"]
+    recorded_options = [name for name in recorded_options if name not in _OPTIONS_WITHOUT_EFFECT]
     return RunState.of(
         config,
         plan="stream",
@@ -272,10 +275,10 @@ class StreamedSteps(Steps):
             sharing=source.sharing,
             log=self._log,
         )
-        # A step has begun once its figures are exchanged. Totals are sums of the counts of all steps that have begun,
-        # over all ranks. Positions in the stream, by number of steps done, are kept for the last two of them.
+        # A step begins when its counts are summed over all ranks.
         self._num_steps_begun = source.start
-        self.totals: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()  # counts of the steps that this process has begun
+        # This rank's positions in the rows, by number of steps done, after the last two steps that have begun.
         self._positions = {source.start: source.start_position or StreamState()}
 
     def rank_steps(self) -> Iterator[RankStep]:
@@ -301,21 +304,22 @@ class StreamedSteps(Steps):
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> dict[str, int]:
         """Counts of this rank's packs of a step, by name; ``is_last`` if the rank has no more packs.
 
-        The counts must be sums over packs, because those of all ranks are added up. Except ``unshared_tokens``, they
-        count the tokens of a shared prefix, and pairs of these tokens, once.
+        All are sums over packs, so those of all ranks can be added up. Except in ``unshared_tokens``, the tokens of a
+        shared prefix count once.
         """
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
         shared_tokens = amounts.shared_tokens  # of each sample with the one before it
+        cost = self._costs.without_recomputation  # only for the windows of the model's attention
         counts = {
             "target_tokens": sum(pack.num_targets for pack in packs),
-            "logits": amounts.targets.sum(),
+            "logits": amounts.targets.sum(),  # the target tokens that are computed
             "unshared_tokens": lengths.sum(),
             "tokens": (lengths - shared_tokens).sum(),
             "packs": len(packs),
             "samples": len(lengths),
-            "attended": (np.square(lengths) - np.square(shared_tokens)).sum(),
-            "attended_in_windows": self._costs.without_recomputation.window_squares(lengths, shared_tokens).sum(),
+            "attended": (np.square(lengths) - np.square(shared_tokens)).sum(),  # pairs of tokens
+            "attended_in_windows": cost.window_squares(lengths, shared_tokens).sum(),
             "attended_dense": sum(pack.num_tokens**2 for pack in packs),  # if packs were single samples
             "vision_tokens": (amounts.media_tokens - amounts.audio_tokens).sum(),
             "patch_squares": amounts.patch_squares.sum(),
