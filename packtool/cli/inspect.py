@@ -30,18 +30,10 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
     if is_run(config.directory):
         _inspect_run(config, invocation)
-    elif config.trained or config.step is not None or config.shows_losses:
-        name = "--trained" if config.trained else "--losses" if config.shows_losses else f"--step {config.step}"
-        problem = f"{name}: {config.directory} is not the --output-dir of a run"
-        raise ConfigError(problem, f"packtool inspect OUTPUT_DIR {name}")
-    elif config.verify:
-        from packtool.report.inspect import damage_figures, damage_lines
-
-        with terminal_progress() as progress:
-            damage = damage_figures(config.directory, progress)
-        invocation.show(damage, damage_lines(damage))
-        if damage["damaged"]:
-            raise typer.Exit(EXIT_MISMATCH)
+        return
+    _refuse_run_options(config)
+    if config.verify:
+        _verify_files(config.directory, invocation)
     elif config.html is not None:
         _write_pages(config, config.html, invocation)
     elif config.serve:
@@ -55,6 +47,26 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         _inspect_sample(config, config.row, invocation)
     else:
         _inspect_cache(config.directory, invocation)
+
+
+def _refuse_run_options(config: InspectConfig) -> None:
+    """Raise a ConfigError for an option that requires a run, not a cache."""
+    names = {"--trained": config.trained, "--losses": config.shows_losses, f"--step {config.step}": config.step}
+    for name, value in names.items():
+        if value:
+            problem = f"{name}: {config.directory} is not the --output-dir of a run"
+            raise ConfigError(problem, f"packtool inspect OUTPUT_DIR {name}")
+
+
+def _verify_files(directory: str, invocation: Invocation) -> None:
+    """Compare the files of a cache with its manifest; exit with code 4 if any is damaged."""
+    from packtool.report.inspect import damage_figures, damage_lines
+
+    with terminal_progress() as progress:
+        damage = damage_figures(directory, progress)
+    invocation.show(damage, damage_lines(damage))
+    if damage["damaged"]:
+        raise typer.Exit(EXIT_MISMATCH)
 
 
 def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:

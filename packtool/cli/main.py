@@ -167,11 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _exit_without_teardown(code: int) -> None:
-    """Exit without Python's own teardown, which can crash after an interrupt; functions of ``atexit`` still run.
-
-    torch's threads and C++ objects may crash (SIGSEGV), and after an interrupt in code that was compiled from a string,
-    as dataclasses are, Python ends itself with SIGINT even if the interrupt was caught.
-    """
+    """Exit without Python's own teardown, which can crash after an interrupt; functions of ``atexit`` still run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         atexit._run_exitfuncs()

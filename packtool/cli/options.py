@@ -262,11 +262,7 @@ def option_kinds(cls: type) -> dict[str, ArgumentKind]:
 
 
 class PanelCommand(typer.core.TyperCommand):
-    """A command whose ``--help`` groups options under the headings of their declarations.
-
-    Attributes:
-        positional: values without an option's name in the usage line, such as ``CACHE...``; None if there are none.
-    """
+    """A command whose ``--help`` groups options by heading; ``positional`` is shown in its usage line."""
 
     positional: str | None = None
 

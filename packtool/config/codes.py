@@ -14,7 +14,6 @@ class Code(NamedTuple):
     """One code.
 
     Args:
-        code: a letter and three digits.
         name: one word; for reasons of dropped rows, the reason.
         origins: ``CLASS:MODULE`` of the errors that have this code, separated by spaces; a ``*`` stands for any text.
         meaning, example, remedy: sentences for users.

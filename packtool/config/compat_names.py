@@ -26,10 +26,7 @@ TRANSFORMERS = "transformers"
 class CompatName:
     """Option, YAML key or environment variable of another tool, with the columns of the table.
 
-    Args:
-        name: with underscores.
-        tool: one or several tools, separated by commas.
-        other_meanings: entries of tools in which the name means something else.
+    ``tool`` names one or several; ``other_meanings`` are entries of tools in which the name means something else.
     """
 
     name: str

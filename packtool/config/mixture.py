@@ -111,10 +111,7 @@ class Amount:
 
 
 def check_drawn(count: float, num: int, what: str) -> None:
-    """Raise a ConfigError if an epoch draws more than 10 million samples, and 100 times the ``num`` of the source.
-
-    More positions would fill the memory. ``what`` names the option.
-    """
+    """Raise a ConfigError if an epoch draws more than 10 million samples, and 100 times the ``num`` of the source."""
     if count > (limit := max(MAX_DRAWN, 100 * num)):
         raise ConfigError(
             f"{what} draws {count:,.0f} samples of {num:,}; at most {limit:,} can be drawn",
@@ -191,8 +188,7 @@ class Recipe:
         place: option and file, for messages.
         stages: at least two, each with the sources of all. Of the recipe that has them, only ``sources`` and ``place``
             are used.
-        until: of a stage, optimizer step of the run at which it ends; None if a share or nothing is given.
-        until_share: of a stage, the same as a share of the run, 0 to 1.
+        until, until_share: of a stage, its end as an optimizer step or as a share of the run, 0 to 1.
         packing_length, sequence_parallel_size: of a stage; None for those of the options.
     """
 

@@ -1,7 +1,6 @@
-"""JSON Schemas of options and of recipes of ``--mix``, with which editors complete and check YAML files.
+"""JSON Schemas of options and of recipes, with which editors complete and check YAML files.
 
-A schema accepts every value that packtool accepts, in any of its spellings; some wrong values are only refused by
-packtool, such as conflicting options.
+A schema accepts every value that packtool accepts; some wrong values are only refused by packtool.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Declaration of settings, conversion of their values, and merging of flags, environment variables and YAML.
 
-A setting is declared once, as a field of a frozen dataclass (``packtool.config``); the command line builds its options
-from the same declarations. A value comes from the first of: a flag, ``--set key=value``, an environment variable,
-the file of ``--config``, the default. All mistakes are reported in one ``ConfigError``.
+A setting is declared once, as a field of a frozen dataclass, from which the command line makes its options. A value
+comes from the first of: a flag, ``--set key=value``, an environment variable, the file of ``--config``, the default.
 
 YAML is read by the rules of YAML 1.2 (core schema, section 10.3). PyYAML follows YAML 1.1, which reads ``1e-6`` as a
 text and ``no`` as a boolean. In YAML 1.2 ``1e-6`` is a number, ``no`` a word (as are ``12:30`` and ``2024-01-01``), and
@@ -305,15 +304,15 @@ def resolve(
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
-    values, invalid = dict[str, Any](), set[str]()  # by name
+    values: dict[str, Any] = {}
+    invalid = set[str]()
     for origin, key, raw in _collect_values(fields, flags, sets, environ or {}, file or {}, problems):
-        name = key.replace("-", "_")
-        name = next((field.name for field in fields.values() if name in field.metadata["aliases"]), name)
+        name = _field_name(key, fields)
         if name not in fields:
-            unknown = f"unknown setting {key!r}{did_you_mean(name, fields)}"
-            message = describe_unknown(name, raw) if describe_unknown is not None else unknown
+            message: str | None = f"unknown setting {key!r}{did_you_mean(name, fields)}"
+            if describe_unknown is not None:
+                message = describe_unknown(name, raw)
             if message is not None:
-                # An unknown flag is its own origin.
                 problems.append(message if origin == key else f"{origin}: {message}")
             continue
         try:
@@ -323,21 +322,35 @@ def resolve(
             problems.append(f"{origin}: {error}")
             invalid.add(name)
             continue
-        # Mappings from several sources are merged; other values replace those from earlier sources.
-        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    missing = [name for name in fields if is_required(fields[name]) and name not in values and name not in invalid]
-    problems += [f"{flag(name)} is missing: {fields[name].metadata['help']}" for name in missing]
+        if isinstance(value, dict):  # mappings from several sources are merged
+            value = {**values.get(name, {}), **value}
+        values[name] = value
+    for name, field in fields.items():
+        if is_required(field) and name not in values and name not in invalid:
+            problems.append(f"{flag(name)} is missing: {field.metadata['help']}")
     if problems:
         raise ConfigError.from_problems([*source_problems, *problems])
+    config = _checked_settings(cls, values, source_problems)
+    for name in values:
+        needed, required = fields[name].metadata["needs"] or ("", "")
+        if needed and (actual := getattr(config, needed)) not in required.split("|"):
+            warn(f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required}")
+    return config
+
+
+def _field_name(key: str, fields: Mapping[str, dataclasses.Field[Any]]) -> str:
+    """Return the name of a setting that may be given with dashes or by an alias."""
+    name = key.replace("-", "_")
+    return next((field.name for field in fields.values() if name in field.metadata["aliases"]), name)
+
+
+def _checked_settings(cls: type[T], values: Mapping[str, Any], source_problems: Sequence[str]) -> T:
+    """Make settings of valid values; the ConfigError names conflicts between them, and missing packages."""
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
     config = cls(**(values if complete is None else complete(values)))
     problems = [*source_problems, *getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
     if problems:
         raise ConfigError.from_problems(problems, code=SEVERAL_PROBLEMS)
-    for name in values:
-        needed, required = fields[name].metadata["needs"] or ("", "")
-        if needed and (actual := getattr(config, needed)) not in required.split("|"):
-            warn(f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required}")
     return config
 
 

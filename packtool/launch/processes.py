@@ -91,14 +91,16 @@ def launch_command(
     if is_launched(environ):
         return None
     processes = Processes.from_environment(environ)
-    if processes.total == 1 and not launches_single:
+    is_needed = processes.total > 1 or launches_single
+    if not is_needed:
         return None
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
+    address = _THIS_MACHINE  # of a single machine, whose own name may not resolve
     if processes.num_nodes == 1:
-        address = _THIS_MACHINE  # because the machine's own name may not resolve
         options += ["--local-addr", address]
     else:
-        address = processes.address or _THIS_MACHINE
+        assert processes.address is not None, "required for several machines"
+        address = processes.address
         options += ["--rdzv-conf", f"timeout={max_wait or _DEFAULT_WAIT_SECONDS}"]
     if processes.num_nodes == 1 and processes.port is None:
         options.append("--standalone")  # torchrun chooses a free port, so that two jobs do not meet by accident
@@ -222,9 +224,10 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
     Without torchrun, or if its store does not respond, every process prints its messages.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if environ.get("WORLD_SIZE") == "1" or not has_store:
         return False
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # here: most never need torch
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
@@ -235,7 +238,7 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
         socket.create_connection((host, port), _STORE_SECONDS).close()
         timeout = timedelta(seconds=_STORE_SECONDS)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        # The first process sets the key to its rank; every process gets the rank of the first one.
+        # Set the key to this rank if it is new; the result is the rank that set it first.
         first_rank = store.compare_set(key, "", rank)
         return bool(first_rank != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):

@@ -128,10 +128,8 @@ def _signal_ranks(number: int) -> bool:
 class LauncherGroup:
     """The connection of this machine's launcher to those of the other machines.
 
-    Args:
-        num_nodes, rank: number of machines, and 0-based number of this one.
-        address, port: of the store of node 0.
-        max_wait_seconds: for other machines, at the start or after a failure.
+    ``rank`` is this machine's 0-based number, ``address`` and ``port`` are of node 0's store. ``max_wait_seconds``:
+    for other machines, at the start or after a failure.
     """
 
     def __init__(
@@ -423,10 +421,9 @@ def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
 
 
 def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun to its end, on several machines after all launchers have met.
+    """Run torchrun, on several machines after all launchers have met; return the exit code.
 
-    Returns:
-        the exit code of the first process that failed, or 128 + n if signal n ended it or this launcher received it.
+    It is that of the first process that failed, or 128 + n for signal n.
     """
     # The failed process has printed the problem; torchrun would add a table and a stack trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

@@ -104,11 +104,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 def leave_process_group() -> None:
-    """Close the connections to the other ranks, if there are any.
-
-    Gloo's threads may abort a process that exits with open connections (SIGABRT, "terminate called without an active
-    exception"), and NCCL asks for it.
-    """
+    """Close the connections to other ranks; otherwise Gloo's threads may abort the process (SIGABRT)."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

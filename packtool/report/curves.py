@@ -1,8 +1,7 @@
 """Charts of a training run in one image: ``OUTPUT_DIR/curves.png`` from ``OUTPUT_DIR/metrics.jsonl``.
 
-At 200 dots per inch, the image has the width of an A4 page and eight-point letters. Curves in the same chart differ in
-brightness and dashes, not only in color. Everything is drawn at twice the size and then reduced, because Pillow's lines
-are not smooth otherwise.
+At 200 dots per inch, the image has the width of an A4 page. Everything is drawn at twice the size and then reduced,
+because Pillow's lines are not smooth otherwise.
 """
 
 from __future__ import annotations

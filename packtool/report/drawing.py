@@ -1,7 +1,6 @@
 """Shapes, axes and charts as data, and the rendering of pages from templates.
 
-The style of a shape is the name of its color and stroke. ``templates/page.css`` defines the styles for pages, and
-``curves`` those for ``curves.png``.
+A shape's style names its color and stroke: ``templates/page.css`` for pages, ``curves`` for ``curves.png``.
 """
 
 from __future__ import annotations
@@ -76,6 +75,7 @@ class Axis:
         if extend:
             num_steps = max(math.ceil((high - low) / step - 1e-9), 1)
             values = [low + i * step for i in range(num_steps + 1)]
+            high = values[-1]
         else:
             first_multiple = math.ceil(low / step - 1e-9)
             last_multiple = math.floor(high / step + 1e-9)
@@ -85,7 +85,7 @@ class Axis:
         while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
             num_decimals += 1
         ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
-        return cls(name, low, values[-1] if extend else high, ticks)
+        return cls(name, low, high, ticks)
 
     @classmethod
     def logarithmic(cls, name: str, low: float, high: float) -> Axis:

@@ -162,10 +162,7 @@ def marked_text(parts: Iterable[Part]) -> str:
 
 
 def sample_view(directory: str, split: str, row: int, model: str | None = None) -> tuple[list[Line], list[Part]]:
-    """Return facts about sample ``row`` of a split as (name, value), and its decoded parts.
-
-    ``model`` is the directory with the tokenizer, by default the one that the cache was exported with.
-    """
+    """Return facts about sample ``row`` of a split as (name, value), and its parts; ``model`` if it has moved."""
     reader = CacheReader.open([directory], split)
     if not 0 <= row < len(reader):
         raise ConfigError(f"--row {row}: the {split} split has samples 0 to {len(reader) - 1}")
@@ -472,17 +469,16 @@ def pack_lines(pack: Figures) -> Iterator[str]:
 def _tree_lines(nodes: Sequence[Figures]) -> Iterator[str]:
     """Yield the lines of trees of prefixes and samples, parents first."""
     last_child = {node["prefix"]: node for node in nodes}  # by the number of the parent
-    # Characters that draw the tree in front of the lines of a prefix's children, by the number of the prefix.
-    child_indents: dict[int | None, str] = {None: ""}
-    num_prefixes = 0  # prefixes are numbered in the order of the nodes
+    child_indents: dict[int | None, str] = {None: ""}  # by the number of the parent, in the order of the prefixes
+    num_prefixes = 0
     for node in nodes:
         parent = node["prefix"]
-        indent = indent_below = child_indents[parent]
+        branch = below = ""
         if parent is not None:
-            is_last_child = last_child[parent] is node
-            indent += "└─ " if is_last_child else "├─ "
-            indent_below += "   " if is_last_child else "│  "
-        is_prefix = "samples" in node  # a sample has the key "sample"
+            branch, below = ("└─ ", "   ") if last_child[parent] is node else ("├─ ", "│  ")
+        indent = child_indents[parent] + branch
+        indent_below = child_indents[parent] + below
+        is_prefix = "samples" in node
         if is_prefix:
             child_indents[num_prefixes] = indent_below
             num_prefixes += 1

@@ -40,7 +40,6 @@ class RunLosses:
     """Losses of the N samples in the caches of a run; ``directory`` is its output directory or a checkpoint.
 
     Attributes:
-        reader: of the caches.
         losses: by 1-based epoch, (N,) each; NaN for samples that the epoch did not train.
         first, last: loss of each sample when first and last trained, (N,); NaN for samples that were never trained.
         groups: positions of the samples of each group, the most unusual first.

@@ -12,22 +12,18 @@ from packtool.train.prepare.timeline import stage_title
 
 def plan_lines(figures: Figures) -> list[Line]:
     """Return the output of ``packtool plan`` as (name, value); ``figures`` is that of ``packtool plan --json``."""
-    shared = []
-    if (savings := figures["shared_prefixes"]) is not None:
-        steps_saved = savings["steps_without"] - figures["steps_per_epoch"]
-        shared = filled_lines("plan shared prefixes", {**savings, "steps_saved": steps_saved})
     values = {
         **figures,
         "num_repeats": figures["num_samples"] - figures["num_distinct_samples"],
-        "plain_rows": plural(figures["rows_of_plain_batches"], "row"),
+        "plain_rows": plural(figures["rows_of_plain_batches"], "row"),  # of a padded batch without packing
         "times": times_without_packing(figures),
     }
-    return [
-        *filled_lines("plan samples", values),
-        *shared,
-        *_pack_lines(figures),
-        *filled_lines("plan steps", values),
-    ]
+    lines = filled_lines("plan samples", values)
+    savings = figures["shared_prefixes"]
+    if savings is not None:
+        steps_saved = savings["steps_without"] - figures["steps_per_epoch"]
+        lines += filled_lines("plan shared prefixes", {**savings, "steps_saved": steps_saved})
+    return [*lines, *_pack_lines(figures), *filled_lines("plan steps", values)]
 
 
 def times_without_packing(figures: Figures) -> str:

@@ -1,8 +1,4 @@
-"""Regions that a sample's text describes: points, boxes and polygons, to be drawn on its images.
-
-Their numbers are interpreted as the model's family defines them, so a box that was scaled wrongly in the rows is drawn
-in the wrong place.
-"""
+"""Regions that a sample's text describes: points, boxes and polygons, in the coordinates of the model's family."""
 
 from __future__ import annotations
 

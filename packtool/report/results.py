@@ -72,13 +72,13 @@ def _shared(report: VerifyReport) -> str:
 def write_page(report: VerifyReport, path: str, command: str) -> None:
     """Write the report as a self-contained HTML page that shows ``command`` as the command that made it."""
     failures = [check.sentence() for check in report.checks if not check.passed]
-    setup = {"device": report.device, "precision": report.dtype, "attention": report.attention}
+    num_passed = len(report.checks) - len(failures)
     page = render(
         "verify.html",
         title=f"{storage.name(report.model)}: {_verdict(report)}",
         command=command,
         cards=[
-            (f"{len(report.checks) - len(failures)} of {len(report.checks)}", "checks passed", ""),
+            (f"{num_passed} of {len(report.checks)}", "checks passed", ""),
             (f"{report.num_packs:,}", "packs", ""),
             (f"{report.num_samples:,}", "samples", ""),
             (f"{report.num_tokens:,}", "tokens", _shared(report)),
@@ -86,7 +86,13 @@ def write_page(report: VerifyReport, path: str, command: str) -> None:
         checks=[("", "largest error", "allowed", "result"), *_check_rows(report)],
         failures=failures,
         steps=_step_rows(report),
-        figures=[("model", storage.masked(report.model)), *setup.items(), ("time", f"{report.seconds:.1f} s")],
+        figures=[
+            ("model", storage.masked(report.model)),
+            ("device", report.device),
+            ("precision", report.dtype),
+            ("attention", report.attention),
+            ("time", f"{report.seconds:.1f} s"),
+        ],
     )
     storage.publish(path, page.encode())
 

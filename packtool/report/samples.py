@@ -63,12 +63,8 @@ _PAGE_FILE = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK_
 class ShownPacks:
     """The packs of a plan that pages show: ordered by step, rank and micro-batch if the plan has these.
 
-    Args:
-        max_samples: approximate number of samples to show, in packs that are evenly spaced over the plan. If the plan
-            has steps, all packs of evenly spaced steps are shown, unless a single step exceeds this number.
-
-    Attributes:
-        numbers: numbers of the packs in the plan, in the order of the pages, int64 (K,).
+    They have about ``max_samples`` and are evenly spaced over the plan. If it has steps, all packs of evenly spaced
+    steps are shown, unless a single step exceeds this number. ``numbers`` (K,) are their numbers in the plan.
     """
 
     def __init__(self, plan: SavedPlan, max_samples: int) -> None:
@@ -181,12 +177,8 @@ def evenly_spaced(count: int, max_numbers: float) -> Int64Array:
 class Pages:
     """The pages of one split of a cache, or of the caches of a run with their losses.
 
-    Args:
-        shows_all: show all samples; otherwise about ``config.max_samples``, evenly spaced in the split, or the samples
-            of evenly spaced packs of the plan, or those with unusual losses.
-
-    Attributes:
-        numbers: positions in the split of the samples shown, int64 (N,).
+    With ``shows_all`` of all samples, otherwise of about ``config.max_samples``: evenly spaced ones, or those of evenly
+    spaced packs, or those with unusual losses. ``numbers`` (N,) are their positions in the split.
     """
 
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:

@@ -1,8 +1,6 @@
 """Tables, histograms and progress for a terminal, and the results of export and training as lines of a table.
 
-Columns are as wide as needed, and lines are never wrapped or cut, because logs are searched by line and commands are
-copied from them. Counts are named ``num_...`` in every JSON document, except counts of tokens: ``tokens``,
-``target_tokens``, ``media_tokens``.
+Lines are never wrapped or cut, because logs are searched by line and commands are copied from them.
 """
 
 from __future__ import annotations
@@ -272,8 +270,9 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     samples = f"{summary.num_samples:,}"
     if len(summary.num_samples_by_split) > 1:
         samples += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
-    if summary.pieces_added:  # samples of a split row, without its first one
-        samples += f" from {summary.num_samples - summary.pieces_added:,} rows"
+    if summary.pieces_added:
+        num_rows = summary.num_samples - summary.pieces_added
+        samples += f" from {num_rows:,} rows"
     figures = vars(summary) | {
         "samples": samples,
         "target_share": summary.target_tokens / (summary.tokens or 1),
@@ -283,9 +282,9 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     }
     return [
         *filled_lines("export rows", figures),
-        *(_count_lines("  turns and responses left out", summary.parts_left_out) if summary.parts_left_out else []),
+        *_optional_count_lines("  turns and responses left out", summary.parts_left_out),
         *_count_lines("dropped rows", summary.dropped),
-        *(_count_lines("rows listed in hygiene.jsonl", summary.hygiene) if summary.hygiene else []),
+        *_optional_count_lines("rows listed in hygiene.jsonl", summary.hygiene),
         *filled_lines("export tokens", figures),
     ]
 
@@ -303,7 +302,7 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
     if not result.streaming:
         return lines + filled_lines("train left out", figures) + filled_lines("train", figures)
     lines += _count_lines("dropped rows", result.dropped)
-    lines += _count_lines("turns and responses left out", result.parts_left_out) if result.parts_left_out else []
+    lines += _optional_count_lines("turns and responses left out", result.parts_left_out)
     return lines + filled_lines("train", figures)
 
 
@@ -320,6 +319,10 @@ _SOURCE_CELLS = (
     *("{num_samples:,}", "{share_of_samples:percent}", "{tokens:,}", "{share_of_tokens:percent}"),
     *("{target_tokens:,}", "{share_of_target_tokens:percent}", "{epochs:.3g}"),
 )
+
+
+def _optional_count_lines(name: str, counts: Mapping[str, int]) -> list[Line]:
+    return _count_lines(name, counts) if counts else []
 
 
 def _count_lines(name: str, counts: Mapping[str, int]) -> list[Line]:

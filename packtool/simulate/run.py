@@ -175,10 +175,7 @@ class Outcome:
 
 
 def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | None = None) -> Sequences:
-    """Shuffle sequences (N,) by the seed, without those that no strategy could train; an error if none is left.
-
-    ``targets`` are the tokens with a label; None for all.
-    """
+    """Shuffle sequences (N,), without those that no strategy could train; ``targets`` None: all tokens."""
     if len(lengths) and int(lengths.min()) < 1:
         raise DataError(f"{int(np.count_nonzero(lengths < 1)):,} samples have no tokens.", "Remove them.")
     order = seeded_order(len(lengths), seed=options.seed, epoch=0, stream=RandomStream.SIMULATED_ORDER)

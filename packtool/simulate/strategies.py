@@ -178,9 +178,8 @@ class SimulateOptions(StrategyOptions):
 
     Args:
         sequence_parallel_size: N, ranks that share a micro-batch, in strategies that share; divides the devices.
-        bucket_size: C, tokens that a device may hold at a time; more is out of memory.
+        bucket_size: tokens that a device may hold at a time; more is out of memory.
         packing_length: tokens of a pack, on each device.
-        num_steps: maximum number of steps to simulate.
     """
 
     machine: Machine
