@@ -366,10 +366,7 @@ def _number_sources(origins: Sequence[SampleOrigin]) -> tuple[Int64Array, tuple[
 def _score_batch(
     scorer: Scorer, parallel: SequenceParallel | None, device: torch.device, item: EvaluationBatch
 ) -> Tensor:
-    """Return the ``SCORES`` of the S samples of a micro-batch, float64 (S, 4).
-
-    The ranks of ``parallel``, which split the micro-batch, all get the scores of all samples.
-    """
+    """Return the ``SCORES`` of the S samples of a micro-batch, float64 (S, 4), on all ranks that split it."""
     batch = item.batch.to(device)
     labels = batch.labels[:1]
     losses, correct = scorer(batch)  # (1, T), like ``labels``
@@ -378,8 +375,7 @@ def _score_batch(
         gather = partial(parallel.gather, index=batch.index, num_tokens=sum(batch.lengths))
         labels, losses, correct = gather(labels[0])[None], gather(losses[0])[None], gather(correct[0])[None]
     if isinstance(batch, TreeBatch) and item.tree_labels is not None:
-        # Repeat the results of a shared prefix for each sample that begins with it. One of these samples may train a
-        # token that another does not, so losses count only where the sample itself has a label.
+        # Repeat the results of a shared prefix for each of its samples, which may have labels at different tokens.
         labels = item.tree_labels.to(device)
         tree_positions = batch.sample_index()  # of each token of each sample, (T',)
         losses = losses[:, tree_positions].where(labels != IGNORE_INDEX, 0)
@@ -391,27 +387,31 @@ def _score_batch(
 def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
     """Join the results of all ranks in the order of the samples in the caches."""
     sources = tuple(sorted({name for rank in ranks for name in rank.sources}))
-    # Results come rank by rank: bring them into the order of the plan's batches, then into that of the caches.
-    batch_positions = np.concatenate([plan.order_positions(number) for number in range(plan.num_ranks)])
-    in_batch_order = np.argsort(batch_positions)
-    order = in_batch_order[plan.batches.inverse]
-    scores = np.concatenate([rank.scores for rank in ranks])[order]  # (N, 4), columns as in ``SCORES``
-    origins = np.concatenate([rank.origins for rank in ranks])[order]  # (N, 7), columns as in ``RankScores``
-    target_tokens, num_correct, first_wrong = scores[:, 1:].astype(np.int64).T
-    tokens, _, row, *parts = origins.T
+    order = _result_numbers(plan)
+    scores = np.concatenate([rank.scores for rank in ranks])[order]
+    origins = np.concatenate([rank.origins for rank in ranks])[order]
+    loss_sum, target_tokens, num_correct, first_wrong = scores.T  # the columns ``SCORES``
+    num_evaluated = len(order)  # the first samples of the caches
     return Evaluation(
-        tokens=tokens,
-        target_tokens=target_tokens,
-        loss_sum=scores[:, 0],
-        num_correct=num_correct,
-        first_wrong=first_wrong,
+        tokens=origins[:, 0],
+        target_tokens=target_tokens.astype(np.int64),
+        loss_sum=loss_sum,
+        num_correct=num_correct.astype(np.int64),
+        first_wrong=first_wrong.astype(np.int64),
         source=np.concatenate([_renumber_sources(rank, sources) for rank in ranks])[order],
-        row=row,
-        parts=np.stack(parts, axis=1),
-        channel=reader.index.channel[: len(order)].astype(np.int64),
+        row=origins[:, 2],
+        parts=origins[:, 3:],
+        channel=reader.index.channel[:num_evaluated].astype(np.int64),
         sources=sources,
         channels=reader.index.channels,
     )
+
+
+def _result_numbers(plan: EvaluationPlan) -> Int64Array:
+    """Return, for each sample in the caches' order, the number of its result if results are joined rank by rank."""
+    batch_positions = np.concatenate([plan.order_positions(number) for number in range(plan.num_ranks)])
+    result_of_position: Int64Array = np.argsort(batch_positions)  # the inverse permutation
+    return result_of_position[plan.batches.inverse]
 
 
 def _renumber_sources(rank: RankScores, sources: Sequence[str]) -> Int64Array:
@@ -444,10 +444,16 @@ def sample_scores(
     for start in range(0, len(seqlens), group_size):
         stop = start + group_size
         prompts = prompt_lengths[start:stop]
-        spans = seqlens[start:stop], cu_seqlens[start : stop + 1], width, prompts
-        is_target = restore_padding(labels != IGNORE_INDEX, *spans)  # (group, W), as the next two
-        is_wrong = is_target & ~restore_padding(correct, *spans)
-        target_losses = restore_padding(losses, *spans)
+        rows_of = partial(
+            restore_padding,
+            seqlens=seqlens[start:stop],
+            cu_seqlens=cu_seqlens[start : stop + 1],
+            seq_len=width,
+            prompt_length=prompts,
+        )
+        is_target = rows_of(labels != IGNORE_INDEX)  # (group, W), as the next two
+        is_wrong = is_target & ~rows_of(correct)
+        target_losses = rows_of(losses)
         scores.append(_row_scores(is_target, is_wrong, target_losses, prompts))
     return torch.cat(scores)
 
@@ -480,12 +486,12 @@ def is_packed(model: nn.Module) -> bool:
 def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     """Yield a scorer that runs a model without dropout and gradients; the model is restored afterwards.
 
-    With ``packed``, packed samples are isolated, by packtool's attention if the model has transformers' own.
+    ``packed`` scorers take packs of samples, for which a model with transformers' attention gets packtool's.
     """
     base: Any = base_model(model)
     original_attention = base.config.get_text_config()._attn_implementation
-    # Packed attention replaces the forward function of each recurrent layer, so that packed samples stay isolated.
-    was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(base))
+    # Packed attention overrides the method ``forward`` of each recurrent layer.
+    has_packed_layers = any("forward" in vars(layer) for layer in recurrent_layers(base))
     sets_attention = packed and not is_packed(model)
     if sets_attention:
         set_attention(base)
@@ -496,7 +502,7 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     finally:
         if sets_attention:
             set_text_attention(base, str(original_attention))
-            if not was_isolated:
+            if not has_packed_layers:
                 restore_recurrent_layers(base)
 
 

@@ -101,12 +101,13 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
     spec = spec.with_media_cache(config, reader.fingerprint)
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
+    # The choices of kernels are repeated later; here they raise errors before the model is loaded.
     if packing:
-        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # raises if the kernel is missing
-    device = PartialState(cpu=not on_gpu, **config.group_options).device  # also starts the process group
+        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)
+    device = PartialState(cpu=not on_gpu, **config.group_options).device  # starts the process group
     parallel = None
     if prepared.world.sequence_parallel_size > 1:
-        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # raises if the kernel is missing
+        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # for heads of any size
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():
         settings = {"packing": packing, "attn_impl": config.attn_impl, "parallel": parallel, "quantization": config}

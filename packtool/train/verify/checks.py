@@ -70,7 +70,7 @@ class PackUnderTest:
         model: possibly with adapters.
         samples: at least two.
         parallel: the ranks over which the pack is split; all of them call the same methods.
-        has_local: with ``parallel``, compute two of three samples on a single rank each, as Skrull does.
+        has_local: with ``parallel``, compute two of three samples on a single rank each, and split only the others.
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
 
@@ -92,13 +92,13 @@ class PackUnderTest:
         self.tolerances = tolerances(dtype)
         self.lengths = [sample.length for sample in self.samples]
         single_samples = [collate_packs([sample], spec).to(device) for sample in self.samples]
-        self.alone = [without_boundaries(batch) for batch in single_samples]  # for the model's own attention
+        self.unpacked = [without_boundaries(batch) for batch in single_samples]
         self.num_targets = max(sum(batch.num_target_tokens for batch in single_samples), 1)
         self.placement = [] if parallel is None else self._place_samples(parallel.split.size)
         self.batch = self._collate().to(device)
         self.nodes = self._find_nodes()
-        # Nodes are the first documents of the pack; the fillers at the end are none.
-        self.node_starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
+        document_starts = [0, *np.cumsum(self.batch.lengths).tolist()]
+        self.node_starts = document_starts[: len(self.nodes)]  # each node is a document; padding documents come last
 
     def _find_nodes(self) -> list[Node]:
         """Return the parts of the pack that can be changed one at a time.
@@ -207,13 +207,12 @@ class PackUnderTest:
 
         ``changed`` is a node of the sample to change first, in the same way as ``with_change``.
         """
-        batch = self.alone[number]
+        batch = self.unpacked[number]
         if changed is not None:
             ids = batch.input_ids.clone()
             ids[0, changed.start : changed.stop] = self._changed_tokens(changed).to(ids.device)
-            sample, nodes = self.samples[number], [node for node in self.nodes if number in node.samples]
-            slices = [slice_sample(sample, node.start, node.stop, self.spec) for node in nodes]
-            media = self._negate_media(batch.media, slices, nodes.index(changed))
+            nodes = [node for node in self.nodes if number in node.samples]
+            media = self._negate_media(batch.media, self._slices(nodes), nodes.index(changed))
             batch = dataclasses.replace(batch, input_ids=ids, media=media)
         return _compute_logits(self.model, batch, _checked_positions(self.lengths[number]))
 
@@ -240,24 +239,25 @@ class PackUnderTest:
                 dist.all_reduce(total, group=self.parallel.group)
                 parameter.grad = total
 
-    def with_change(self, changed: Node) -> PackedBatch | ShardedBatch:
+    def with_change(self, node: Node) -> PackedBatch | ShardedBatch:
         """Return the pack with changed tokens and media in one node, and everything else unchanged."""
-        number = self.nodes.index(changed)
+        number = self.nodes.index(node)
         start = self.node_starts[number]
-        tokens = torch.full((sum(self.batch.lengths),), _UNCHANGED)
-        tokens[start : start + changed.length] = self._changed_tokens(changed)
+        pack_tokens = torch.full((sum(self.batch.lengths),), _UNCHANGED)
+        pack_tokens[start : start + node.length] = self._changed_tokens(node)
         ids = self.batch.input_ids.clone()
-        local_tokens = tokens.to(ids.device)[self.batch.index]
-        ids[0] = torch.where(local_tokens == _UNCHANGED, ids[0], local_tokens)
-        slices: Sequence[EncodedSample] = self.samples
-        placement = self.placement
-        if self.min_shared is not None:
-            slices = [slice_sample(slices[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
-            placement = [SHARDED] * len(slices) if self.is_tree else placement
+        rank_tokens = pack_tokens.to(ids.device)[self.batch.index]
+        ids[0] = torch.where(rank_tokens == _UNCHANGED, ids[0], rank_tokens)
+        slices = self._slices(self.nodes)
         if self.parallel is not None:
+            placement = [SHARDED] * len(slices) if self.is_tree else self.placement
             slices = with_rank_media(slices, placement, self.spec, self.parallel.split)
         media = self._negate_media(self.batch.media, slices, number)
         return dataclasses.replace(self.batch, input_ids=ids, media=media)
+
+    def _slices(self, nodes: Sequence[Node]) -> list[EncodedSample]:
+        """Return the tokens and media of each node as a sample."""
+        return [slice_sample(self.samples[node.samples[0]], node.start, node.stop, self.spec) for node in nodes]
 
     def _changed_tokens(self, node: Node) -> Tensor:
         """Return changed tokens for a node, int64 (L,): each text token becomes the next larger one in the pack."""
@@ -375,7 +375,7 @@ class Check:
 def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
     """Change one sample (or one node of a tree) at a time, and compare the logits of all other samples.
 
-    At most ``max_changes`` are spread over the pack; one is of the first sample, which may leak into all others.
+    At most ``max_changes`` nodes, the first one included, are spread over the pack.
 
     Raises:
         MismatchError: if no change affects even the logits of its own sample, so that nothing can be checked.
@@ -436,7 +436,7 @@ def check_loss(pack: PackUnderTest) -> Check:
     """Compare the mean loss over the pack's targets with the same mean computed from each sample alone."""
     packed = pack.packed_loss()
     with original_attention(base_model(pack.model)):
-        alone = sum(float(pack.loss(batch)) for batch in pack.alone)
+        alone = sum(float(pack.loss(batch)) for batch in pack.unpacked)
     where = f"the mean over {pack.num_targets:,} targets is {packed:.6g} packed and {alone:.6g} alone;"
     return Check("loss", abs(packed - alone), pack.tolerances["loss"] * max(1.0, abs(alone)), where)
 
@@ -444,20 +444,19 @@ def check_loss(pack: PackUnderTest) -> Check:
 def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     """Compare the gradients of the pack's loss with the sum of the gradients of each sample alone.
 
-    Adds the gradients of the samples, subtracts those of the pack, and takes the difference as the error. Needs memory
-    for one more copy of the weights, and overwrites the model's gradients. Uses at most ``max_samples`` samples: in 16
-    bits, rounding of many sums would hide a leak.
+    Overwrites the model's gradients. In 16 bits, rounding of sums over more than ``max_samples`` would hide a leak.
     """
     pack = pack.limited_to(max_samples)
     pack.model.zero_grad(set_to_none=True)
     with original_attention(base_model(pack.model)):
-        for batch in pack.alone:
+        for batch in pack.unpacked:
             torch.autograd.backward(pack.loss(batch))
     norms_alone = _gradient_norms(pack.model)
-    pack.subtract_packed_gradients()
+    pack.subtract_packed_gradients()  # the rest is the error
     error_norms = _gradient_norms(pack.model)
     # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.
-    min_norm = _MIN_GRADIENT * max(norms_alone.values(), default=0.0) or 1.0
+    largest_norm = max(norms_alone.values(), default=0.0)
+    min_norm = _MIN_GRADIENT * largest_norm if largest_norm else 1.0
     allowed = pack.tolerances["gradients"]
     checks = [Check("gradients", error=0.0, allowed=allowed, where="nowhere")]
     for name, error_norm in error_norms.items():
@@ -509,9 +508,9 @@ def verify_before_training(
 ) -> None:
     """Run the cheap checks before the first step, on a model not yet wrapped; raise a MismatchError if one fails."""
     config = run.config
-    on_gpu = torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
+    on_gpu = torch.cuda.is_available()
     is_sharded = config.shares_experts or zero_stage(config) == 3 or (on_gpu and (config.fsdp or config.deepspeed))
     if is_sharded:
         progress.note("packing is not verified, because the weights are sharded; run packtool verify on one device")
@@ -520,8 +519,7 @@ def verify_before_training(
     if len(samples) < 2:  # a single sample cannot leak into another
         return
     min_shared = run.source.min_shared
-    # Rounding to few bits turns the last bits of a hidden state, which differ between a pack and a sample alone, into
-    # larger differences. No other sample affects them, which the isolation of samples proves.
+    # Rounding hidden states to few bits enlarges small differences between packed and unpacked; isolation stays exact.
     rounds_states = config.fp8 or config.qat is not None
     checks = verify_cheaply(
         model,
@@ -555,7 +553,7 @@ def verify_cheaply(
 ) -> list[Check]:
     """Run the checks ``isolation``, ``loss`` and (if prefixes are shared) ``prefixes``, without gradients.
 
-    Changes two samples and one shared prefix. The model's mode and random numbers are the same before and after.
+    The model's mode and random numbers are the same before and after.
 
     Args:
         model: with packed attention, not yet wrapped for several processes.
@@ -570,7 +568,7 @@ def verify_cheaply(
     dtype = dtype or weights[0].dtype
     with without_dropout(model), torch.no_grad(), autocast:
         pack = PackUnderTest(model, samples, spec, dtype, parallel, has_local=True, min_shared=min_shared)
-        # Check the inputs of the whole pack: with ``parallel``, ``pack.batch`` has those of this rank only.
+        # With ``parallel``, ``pack.batch`` has this rank's inputs only.
         full_batch = pack.batch if parallel is None else collate_packs(pack.samples, spec)
         refuse_leaky_inputs(full_batch.model_inputs())
         checks = [check_isolation(pack, max_changes=_MAX_CHANGES)]

@@ -131,12 +131,12 @@ def _verify_packs(
     """Run all checks on some packs; return the samples of each pack, and fields of ``VerifyReport``."""
     packs, shares_prefixes = _plan_packs(config, reader, files, progress)
     dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
-    kernel = choose(config.attn_impl, device, dtype).name
+    kernel = choose(config.attn_impl, device, dtype).name  # raises if none can run
     samples_by_pack = [[reader.sample(position) for position in positions] for positions in packs]
     _refuse_leaky_packs(samples_by_pack, spec, shares_prefixes=shares_prefixes)
     parallel = None
     if world.sequence_parallel_size > 1:
-        # Start the process group, which assigns each rank its own device.
+        # The process group, which starts here, assigns each rank its own device.
         device = PartialState(cpu=device.type == "cpu", **config.group_options).device
         axes = axes_of(config, world, files, reader.index.length)
         parallel = SequenceParallel.on_mesh(axes, device.type)
@@ -146,9 +146,9 @@ def _verify_packs(
         min_shared = MIN_SHARED if shares_prefixes else None
         tested_packs = []
         for number, samples in enumerate(samples_by_pack):
-            has_local = number % 2 == 1  # every second pack; only used with sequence parallelism
+            is_odd = number % 2 == 1  # with sequence parallelism, samples of every second pack stay on one rank
             tested_packs.append(
-                PackUnderTest(model, samples, spec, dtype, parallel, has_local=has_local, min_shared=min_shared)
+                PackUnderTest(model, samples, spec, dtype, parallel, has_local=is_odd, min_shared=min_shared)
             )
         checks = _run_checks(model, tested_packs, progress)
     return packs, {
@@ -253,10 +253,6 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
     """Choose ``--num-packs`` packs of at least two samples; return the positions of their samples in the caches.
 
     Packs with shared prefixes (in ``trees``) come before packs without. If possible, the first pack has media, too.
-
-    Raises:
-        ConfigError: if no pack has two samples.
-        DataError: if every sample is longer than a pack.
     """
     capacity = _capacity(config, reader)
     plan = _pack_samples(reader, capacity, config.seed, trees)
@@ -266,14 +262,12 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
             f"--packing-length {capacity}: no two samples share a pack, so there is nothing to compare",
             "Raise it so that the two shortest samples fit into a pack.",
         )
-    shared_tokens = (
-        np.zeros(plan.num_packs, np.int64) if plan.shared_tokens is None else plan.sums_per_pack(plan.shared_tokens)
-    )
-    media_tokens = plan.sums_per_pack(reader.index.media_tokens[plan.samples])
-    has_prefix = shared_tokens[candidates] > 0
-    has_media = media_tokens[candidates] > 0
-    numbers = _best_first(candidates, has_prefix, has_media)[: config.num_packs]
-    return [plan.pack(number).tolist() for number in numbers]
+    has_media = plan.sums_per_pack(reader.index.media_tokens[plan.samples]) > 0
+    has_prefix = np.zeros(plan.num_packs, np.bool_)
+    if plan.shared_tokens is not None:
+        has_prefix = plan.sums_per_pack(plan.shared_tokens) > 0
+    ordered_packs = _best_first(candidates, has_prefix[candidates], has_media[candidates])
+    return [plan.pack(number).tolist() for number in ordered_packs[: config.num_packs]]
 
 
 def _best_first(packs: Int64Array, has_prefix: BoolArray, has_media: BoolArray) -> list[int]:
