@@ -7,9 +7,7 @@ Every answer is drawn independently and uniformly, so only the image reveals it,
     backdrop  the colour behind them                               4
     whole     both                                                16
 
-Number, position and kind of the shapes vary but are not asked about: a model of a few million random parameters learns
-colours within a minute on two cores; counting would take much longer.
-
+A model of a few million random parameters learns colours within a minute on two cores; counting would take longer.
 Shapes are painted without smoothing, so every pixel has one of the eight named colours.
 """
 

@@ -91,23 +91,22 @@ def _train_tokenizer() -> Tokenizer:
 
 
 def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    """Return the configuration of a small Qwen3-VL: three text layers, and a vision tower of two layers.
+    """Return the configuration of a small Qwen3-VL, in ``architecture.json``, with the tokenizer's numbers.
 
-    The standard deviation of its weights is 0.05; the usual 0.02, for wider models, would delay the first progress by
-    40 steps.
+    It is narrow, so it learns sooner with weights of standard deviation 0.05 than with the usual 0.02.
     """
-    token_id = tokenizer.get_vocab()
+    token_ids = tokenizer.get_vocab()
     architecture = load_json(_FILES.joinpath("architecture.json").read_bytes())
     architecture["text_config"] |= {
         "vocab_size": VOCAB_SIZE,
-        "bos_token_id": token_id["<|endoftext|>"],
-        "eos_token_id": token_id["<|im_end|>"],
-        "pad_token_id": token_id["<|endoftext|>"],
+        "bos_token_id": token_ids["<|endoftext|>"],
+        "eos_token_id": token_ids["<|im_end|>"],
+        "pad_token_id": token_ids["<|endoftext|>"],
     }
     return Qwen3VLConfig(
         **architecture,
-        image_token_id=token_id["<|image_pad|>"],
-        video_token_id=token_id["<|video_pad|>"],
-        vision_start_token_id=token_id["<|vision_start|>"],
-        vision_end_token_id=token_id["<|vision_end|>"],
+        image_token_id=token_ids["<|image_pad|>"],
+        video_token_id=token_ids["<|video_pad|>"],
+        vision_start_token_id=token_ids["<|vision_start|>"],
+        vision_end_token_id=token_ids["<|vision_end|>"],
     )

@@ -5,10 +5,9 @@ this file exists), a path relative to the folder of the file of rows. With a rem
 relative to it. Only local files are checked for existence.
 
 "Mark" is the name of a placeholder (``<image>``, ``<video>``, ``<audio>``) in this package. A mark without a medium is
-a lost medium, which must not be trained as text, or plain text: ``<video>`` is an HTML tag. A row is dropped if it has
-an empty column for such media, or if a column with an unknown name seems to contain the medium. Otherwise marks in
-answers, tool results and pretraining texts are plain text, and so is a mark in a question if no column could hold media
-(``could_hold_media``) or the model does not support them. ``--columns images=`` makes all of these marks plain text.
+either a lost medium, for which the row is dropped, or plain text: ``<video>`` is an HTML tag. Lost are media whose
+column is empty or seems to have an unknown name. Other marks are plain text except in questions, and there if no column
+could hold media or the model does not support them. ``--columns images=`` makes all of these marks plain text.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ Each micro-batch goes through three shapes (T tokens, S samples, R tokens of the
     restored    one row for each sample          (S, R)    by ``restore_padding``, without the prompts
     summed      one number for each sample       (S,)
 
-Results do not depend on which samples share a forward pass. Nothing is random, and every rank has the same number of
-forward passes. Prefixes that samples share are computed once, and scored for each of the samples.
+Every rank has the same number of forward passes. Shared prefixes are computed once, and scored for each sample.
 """
 
 from __future__ import annotations

@@ -424,10 +424,8 @@ _MAX_SIMILAR, _SIMILAR_SHARE = 2, 0.7
 def is_far_above(value: float, previous: Sequence[float], min_sigma: float) -> bool:
     """Return whether a value is an outlier: far above the previous values, and at most two of these are similar.
 
-    Far means six robust standard deviations above the median (Leys et al. 2013, "Detecting outliers: Do not use
-    standard deviation around the mean, use absolute deviation around the median", take three). A previous value is
-    similar if it is at least 70 % as far above the median. With three similar values there is no outlier: a source may
-    be harder than the others, or the run has reached another level. With fewer than 20 previous values there is none.
+    Far means six robust standard deviations above the median (Leys et al. 2013, "Detecting outliers"). A previous value
+    is similar if it is at least 70 % as far above the median. With fewer than 20 previous values there is no outlier.
     """
     if len(previous) < _MIN_LINES:
         return False

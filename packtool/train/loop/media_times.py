@@ -1,11 +1,7 @@
 """Loading times of media on this machine, and the data workers that training needs.
 
-Media are read, decoded, resized and cut into patches, as in a data worker. ``packtool plan --media`` measures
-some samples with images, with videos and with audio, selected by the plan's seed. A run measures the first samples of
-its plan, unless ``--dataloader-num-workers`` is given. Times are the larger of elapsed and CPU time, because the
-threads of decoders find no free cores beside several workers.
-
-Files in the page cache load faster than in training. Bytes are those of whole files, although seeking skips some.
+``packtool plan --media`` measures random samples of each kind of media, and a run the first samples of its plan. Times
+are the larger of elapsed and CPU time, because the threads of decoders find no free cores beside several workers.
 """
 
 from __future__ import annotations

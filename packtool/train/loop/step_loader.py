@@ -56,8 +56,7 @@ def required_towers(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
 class StepLoader:
     """Dataloader of the Trainer: the training steps of one rank, from ``run.start`` on.
 
-    Its length is the number of steps of the whole run, from which the Trainer computes epochs. ``media_reads`` are this
-    rank's reads of the media cache so far.
+    Its length is the number of steps of the whole run. ``media_reads`` are this rank's reads of the media cache so far.
     """
 
     def __init__(self, run: Run, spec: InputSpec) -> None:

@@ -1,9 +1,8 @@
 """Training of optimizer steps as they are planned, by a subclass of transformers' Trainer.
 
-The Trainer gives every step the same number of micro-batches, except the last of an epoch, and resumes by counting
-them. Here the plan defines a step. Therefore one batch of the Trainer's dataloader (``StepLoader``) is a whole
-optimizer step (``TrainingStep``), the whole run is one of its epochs, and ``training_step`` accumulates gradients. The
-Trainer still does placement, wrapping, optimizer, clipping, learning-rate schedule, logging and checkpoints.
+The Trainer would give every step the same number of micro-batches; here the plan defines them. Therefore one batch of
+its dataloader (``StepLoader``) is a whole optimizer step (``TrainingStep``), and the whole run is one of its epochs. It
+still does placement, wrapping, optimizer, clipping, learning-rate schedule, logging and checkpoints.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ from packtool.train.prepare.workers import workers_of
 class EmbeddingNoise:
     """Noise on the embeddings of ``batch`` during training (NEFTune).
 
-    Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning": uniform noise of at most
-    alpha / sqrt(L d), with sample length L and embedding width d. L is the length of each sample, not of its pack or
-    padded row, so packing does not change the amount of noise.
+    Uniform noise of at most alpha / sqrt(L d), with sample length L (not that of its pack) and embedding width d (Jain
+    et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning").
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
@@ -98,9 +96,8 @@ def sample_lengths(batch: Batch) -> Tensor:
 class DeviceCopies:
     """Copies of micro-batches to a device, on a separate CUDA stream.
 
-    On the computing stream, a copy would wait for all work queued before it. On its own stream it overlaps with the
-    previous micro-batch or the optimizer, and the computation waits only for the copy. This needs page-locked memory,
-    which the dataloader provides on CUDA. CUDA events measure how long the computation waited.
+    There they overlap with the previous micro-batch or the optimizer. This needs page-locked memory, which the
+    dataloader provides on CUDA. CUDA events measure how long the computation waited.
     """
 
     def __init__(self, device: torch.device) -> None:

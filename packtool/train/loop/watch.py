@@ -99,14 +99,12 @@ class _PendingExchange(NamedTuple):
 class StepWatch:
     """Exchange of two integers per step among all ranks: a stop signal, and whether the step is bad.
 
-    A step is bad if the loss of a micro-batch or the gradient norm is NaN or infinite. The host does not wait for the
-    result of the exchange. It reads it before the next update, when it has long arrived, and before anything of the
-    step is stored: a log line, an evaluation, a checkpoint. By then a bad step may have changed the weights, but
-    nothing of it was stored. Only ``skip`` waits at once, because it must prevent the update.
+    A step is bad if the loss of a micro-batch or the gradient norm is NaN or infinite. The host reads the result of the
+    exchange before the next update, when it has long arrived, or before anything of the step is stored: a log line, an
+    evaluation, a checkpoint. Only ``skip`` waits at once, because it must prevent the update.
 
     Args:
-        sample_names: called in a step, returns a function from the number of a micro-batch to its samples' names, which
-            stays valid during later steps.
+        sample_names: called in a step, returns a function from a micro-batch's number to its samples' names.
 
     Attributes:
         stopped_by: number of the signal that ends the run, 0 for none.
@@ -163,8 +161,7 @@ class StepWatch:
     def check_last_step(self) -> bool:
         """Read the result of the last exchange, unless that is done already, and handle a bad step.
 
-        All ranks must call this together. Return whether the step was bad. With ``--on-nan stop``, raise a
-        DivergedError on every rank for a bad step.
+        All ranks call this together. Return whether the step was bad; with ``--on-nan stop``, raise a DivergedError.
         """
         if self._pending is None:
             return False

@@ -1,8 +1,7 @@
 """Checks that packed samples give the same outputs as unpacked ones.
 
-Isolation is the strictest check: the pack keeps its shape, so the other samples' logits should not differ in the last
-bit. The other checks compare with each sample alone, which transformers computes with its own attention and recurrent
-layers; such outputs differ by rounding, more so in 16 bits.
+Isolation is the strictest check: the pack keeps its shape, so other samples' logits should not differ in the last bit.
+The other checks compare with each sample alone in transformers' own layers; such outputs differ by rounding.
 """
 
 from __future__ import annotations
@@ -101,21 +100,13 @@ class PackUnderTest:
         self.node_starts = document_starts[: len(self.nodes)]  # each node is a document; padding documents come last
 
     def _find_nodes(self) -> list[Node]:
-        """Return the parts of the pack that can be changed one at a time.
-
-        With shared prefixes, a node is a prefix that several samples share, or the tokens that one sample adds to a
-        prefix. Without, each is a sample.
-        """
+        """Return the parts of the pack: shared prefixes and the rest of each sample, or entire samples."""
         if isinstance(self.batch, TreeTargets) and self.min_shared is not None:
             return find_tree(self.samples, self.spec, min_shared=self.min_shared)
         return [Node((number,), 0, length, ROOT) for number, length in enumerate(self.lengths)]
 
     def _place_samples(self, num_ranks: int) -> list[int]:
-        """Return the rank that computes each sample, or ``SHARDED``.
-
-        With ``has_local``, every third sample is sharded. Of the others, pairs are computed on the same rank, where
-        they could leak into each other.
-        """
+        """Return the rank that computes each sample, or ``SHARDED``; pairs on a rank could leak into each other."""
         placement = [SHARDED] * len(self.samples)
         for number in range(len(self.samples)):
             if self.has_local and number % 3 != 0:

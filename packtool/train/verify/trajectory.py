@@ -1,10 +1,8 @@
 """A few optimizer steps trained twice: with packed samples, and with each sample alone.
 
-Both trainings start with the same weights and use AdamW in float32 without dropout. Packed steps are those that
-``packtool train`` plans with ``--samples-per-step``. Unpacked steps run one sample at a time with transformers' own
-attention and accumulate gradients, like a trainer without packing.
-
-Each training needs 16 bytes per weight; the weights of the first are kept on the CPU.
+Both trainings start with the same weights and use AdamW in float32 without dropout, which needs 16 bytes per weight.
+Packed steps are those that ``packtool train`` plans with ``--samples-per-step``; unpacked steps accumulate gradients of
+one sample at a time with transformers' own attention.
 """
 
 from __future__ import annotations
@@ -67,11 +65,7 @@ class TrainedStep:
 
 
 def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -> list[StepSamples]:
-    """Return the first ``--trajectory`` steps that training would plan on one process.
-
-    Raises:
-        ConfigError: if no two samples share a pack.
-    """
+    """Return the first ``--trajectory`` steps that training would plan on one process."""
     steps: list[StepSamples] = []
     for span in _plan_timeline(config, packing_length, reader).spans():  # one for each epoch
         num_steps = span.num_steps
