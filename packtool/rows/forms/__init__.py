@@ -125,17 +125,16 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         return _tokenized_sample(content, fields, inline, common)
     common["tools"] = _tools(fields)
     if isinstance(content, Segments):
-        common["control"] = content.control
-        common["ends_text"] = content.ends_text
+        common |= {"control": content.control, "ends_text": content.ends_text}
         return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
-    has_context = common["tools"] is not None or fields.get("system") is not None
-    is_text = form is TEXT or (_is_single_answer(content) and not has_context)
+    is_text = form is TEXT or (common["tools"] is None and _is_pretraining_text(content, fields))
     return _sample_of_turns(content, fields, inline, common, is_text=is_text)
 
 
-def _is_single_answer(turns: Sequence[Turn]) -> bool:
+def _is_pretraining_text(turns: Sequence[Turn], fields: Fields) -> bool:
     """Return whether turns are a single text of the assistant, as ms-swift writes pretraining texts."""
-    return len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
+    is_single_answer = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
+    return is_single_answer and fields.get("system") is None
 
 
 def _form_of_row(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:

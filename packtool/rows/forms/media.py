@@ -355,24 +355,24 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
     Added marks precede the text of the first user turn (or else of the first turn), as in ms-swift. RowProblem if the
     texts have more marks of a kind than the row has media; without media of a kind, its marks may be plain text.
     """
-    added_marks = ""
-    num_added = 0
+    missing_marks = []
     for kind in ("video", "audio", "image"):
-        num_media = len(media[kind])
-        if num_media == 0:
-            continue
-        mark = MEDIA_MARKS[kind]
-        num_marks = sum(turn.content.count(mark) for turn in turns)
-        if num_marks > num_media:
-            detail = f"the texts have {num_marks} {mark} placeholders, but the row has {num_media} {kind}s"
-            raise RowProblem(f"{kind}_marks", detail)
-        added_marks += mark * (num_media - num_marks)
-        num_added += num_media - num_marks
-    if not added_marks:
+        if media[kind]:
+            missing_marks += [MEDIA_MARKS[kind]] * _num_missing_marks(kind, turns, len(media[kind]))
+    if not missing_marks:
         return turns, 0
     target = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked_turn = replace(turns[target], content=added_marks + turns[target].content)
-    return [*turns[:target], marked_turn, *turns[target + 1 :]], num_added
+    marked_turn = replace(turns[target], content="".join(missing_marks) + turns[target].content)
+    return [*turns[:target], marked_turn, *turns[target + 1 :]], len(missing_marks)
+
+
+def _num_missing_marks(kind: str, turns: Sequence[Turn], num_media: int) -> int:
+    mark = MEDIA_MARKS[kind]
+    num_marks = sum(turn.content.count(mark) for turn in turns)
+    if num_marks > num_media:
+        detail = f"the texts have {num_marks} {mark} placeholders, but the row has {num_media} {kind}s"
+        raise RowProblem(f"{kind}_marks", detail)
+    return num_media - num_marks
 
 
 def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:

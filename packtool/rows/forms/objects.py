@@ -89,12 +89,11 @@ def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Ob
     if len(image_ids) != len(boxes):
         detail = f"'objects' has {len(boxes)} bbox but {len(image_ids)} image_id; write one image_id for each bbox"
         raise RowProblem("invalid_objects", detail)
-    box_unit = unit or _DEFAULT_UNIT
-    regions_by_mark = []
+    regions = []  # of each mark
     for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True)):
         label = f"'bbox' {number} of 'objects'"
-        regions_by_mark.append(_regions_of_mark(box, label, image_id, box_unit, num_images))
-    return Objects(tuple(names), tuple(regions_by_mark))
+        regions.append(_regions_of_mark(box, label, image_id, unit or _DEFAULT_UNIT, num_images))
+    return Objects(tuple(names), tuple(regions))
 
 
 def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
@@ -103,7 +102,7 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
     If the turns have placeholders for names only, or for boxes only, the result has only these.
     """
     names: list[str] = []
-    regions_by_mark: list[tuple[Region, ...]] = []
+    regions: list[tuple[Region, ...]] = []  # of each mark
     for number, value in enumerate(values):
         label = f"'objects' {number}"
         if not isinstance(value, Mapping):
@@ -111,18 +110,18 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
         image = value.get("image") or 0
         _check_image(image, f"'image' of {label}", num_images)
         caption = value.get("caption")
-        if caption is not None:
+        if caption is not None:  # an object of a box only has none
             _check_name(caption, f"'caption' of {label}")
             names.append(caption)
         unit = _unit(value.get("bbox_type")) or _DEFAULT_UNIT
-        regions_by_mark.append(_regions_of_mark(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
+        regions.append(_regions_of_mark(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
     has_name_marks = _has_text_with(NAME_MARK, turns)
     has_box_marks = _has_text_with(BOX_MARK, turns)
     if has_box_marks and not has_name_marks:
-        return Objects(boxes=tuple(regions_by_mark))
+        return Objects(boxes=tuple(regions))
     if has_name_marks and not has_box_marks:
         return Objects(tuple(names))
-    return Objects(tuple(names), tuple(regions_by_mark))
+    return Objects(tuple(names), tuple(regions))
 
 
 def _has_text_with(part: str, turns: Sequence[Turn]) -> bool:

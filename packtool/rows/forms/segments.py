@@ -96,13 +96,13 @@ def formatted_prompt(
         return None
     if fields.get("history") is not None:
         raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
-    texts = {"instruction": content_of(repr(question_name), question, inline).text, "input": ""}
+    texts = {"instruction": _text_of(question_name, question, inline), "input": ""}
     if form is ALPACA:  # in the other form, a column named ``input`` is the question itself
-        texts["input"] = _optional_text(fields, "input", inline)
-    texts["system"] = _optional_text(fields, "system", inline)
+        texts["input"] = _text_of("input", fields.get("input"), inline)
+    texts["system"] = _text_of("system", fields.get("system"), inline)
     text_format = prompt_format[0] if texts["input"] else prompt_format[-1]
     prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
-    turns = [Turn("user", prompt), Turn("assistant", content_of(repr(answer_name), answer, inline).text)]
+    turns = [Turn("user", prompt), Turn("assistant", _text_of(answer_name, answer, inline))]
     return Segments(turns, control=frozenset(_CONTROL.findall(text_format)), ends_text=True)
 
 
@@ -110,6 +110,6 @@ def _is_conversation(question: Any) -> bool:
     return is_list(question) and bool(question) and isinstance(question[0], Mapping) and "role" in question[0]
 
 
-def _optional_text(fields: Fields, name: str, inline: InlineMedia) -> str:
-    value = fields.get(name)
+def _text_of(name: str, value: Any, inline: InlineMedia) -> str:
+    """Return the text of a column; "" for null."""
     return "" if value is None else content_of(repr(name), value, inline).text

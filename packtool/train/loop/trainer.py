@@ -208,6 +208,17 @@ class PackTrainer(Trainer):
         self._start_step()
         figures = step.figures
         step_mean = StepMean(figures.units, self.args.world_size)
+        total, skipped = self._accumulate_gradients(model, step, step_mean)
+        self.skipped += [(self.state.global_step, sample) for sample in skipped]
+        if self.config.on_bad_media == "skip":
+            figures = self._exclude_skipped(figures, skipped, step_mean)
+        self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
+        return step_mean.sum_over_ranks(total)
+
+    def _accumulate_gradients(
+        self, model: nn.Module, step: TrainingStep, step_mean: StepMean
+    ) -> tuple[Tensor, list[SkippedSample]]:
+        """Train all micro-batches of a step; return the sum of their parts of the mean loss, and skipped samples."""
         total = torch.zeros((), device=self.args.device)
         skipped: list[SkippedSample] = []
         for number, host_batch in enumerate(self.meter.timed(step.micro_batches)):
@@ -216,14 +227,10 @@ class PackTrainer(Trainer):
             if self.recomputation is not None:
                 self.recomputation.set_for(host_batch)
             batch = self._copies.to_device(host_batch)
-            with self._micro_batch_context(model, batch, figures, is_last=is_last):
+            with self._micro_batch_context(model, batch, step.figures, is_last=is_last):
                 total += self._train_micro_batch(model, batch, step_mean, step.planned[number].samples)
             skipped += batch.skipped
-        self.skipped += [(self.state.global_step, sample) for sample in skipped]
-        if self.config.on_bad_media == "skip":
-            figures = self._exclude_skipped(figures, skipped, step_mean)
-        self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
-        return step_mean.sum_over_ranks(total)
+        return total, skipped
 
     def _start_step(self) -> None:
         """Reset the optimizer if other layers become active in this step, and start rounding at its first step."""

@@ -509,7 +509,7 @@ def verify_before_training(
     samples = _samples_to_verify(run, spec)
     if len(samples) < 2:  # a single sample cannot leak into another
         return
-    min_shared = run.source.min_shared
+    min_shared = run.source.min_shared  # tokens of a shared prefix
     # Rounding hidden states to few bits enlarges small differences between packed and unpacked; isolation stays exact.
     rounds_states = config.fp8 or config.qat is not None
     checks = verify_cheaply(
