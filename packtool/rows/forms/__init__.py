@@ -1,10 +1,8 @@
 """Detect the form of a file's rows, and read rows as samples.
 
-A form is a set of columns that contain a conversation, a text or tokens. It is detected once per file (``detect``). The
-other columns are the same in all forms: ``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and
-``responses`` if the conversation has no answer. Columns of preference data (``rejected_response``,
-``rejected_messages``, ``label``, ``margin``) are ignored: the preferred conversation is trained, as with ms-swift's
-``sft``.
+A form is a set of columns that contain a conversation, a text or tokens. It is detected once per file (``detect``).
+Columns such as ``system`` and ``images`` are the same in all forms. Those of preference data (``rejected_response``,
+``label``) are ignored: the preferred conversation is trained, as with ms-swift's ``sft``.
 
 Functions of this package that read rows raise RowProblem for a row that cannot be used.
 """
@@ -196,10 +194,7 @@ def _sample_of_turns(
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Raise DataError, which names the option to add, if a file seems to have its media in a column of unknown name.
-
-    That is so if none of its first rows can be used, and all rows that lack media seem to have them in one column.
-    """
+    """Raise DataError if no row can be used, and all rows that lack media seem to have them in one misnamed column."""
     lone_marks: list[LoneMark] = []
     for number, row in enumerate(rows):
         try:

@@ -5,9 +5,9 @@ this file exists), a path relative to the folder of the file of rows. With a rem
 relative to it. Only local files are checked for existence.
 
 "Mark" is the name of a placeholder (``<image>``, ``<video>``, ``<audio>``) in this package. A mark without a medium is
-either a lost medium, for which the row is dropped, or plain text: ``<video>`` is an HTML tag. Lost are media whose
-column is empty or seems to have an unknown name. Other marks are plain text except in questions, and there if no column
-could hold media or the model does not support them. ``--columns images=`` makes all of these marks plain text.
+either a lost medium, for which the row is dropped, or plain text: ``<video>`` is an HTML tag. A medium is lost if its
+column is empty or seems to have an unknown name. Otherwise, marks in answers and pretraining texts are plain text, and
+those in questions if no column could hold media or the model supports none. ``--columns images=`` makes all plain text.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ def _refs_of_column(fields: Fields, name: str, kind: MediaKind, source: Source) 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
     """Read a medium: a path, a URL, a data URI, base64, bytes, an object, or a list of the frames of a video.
 
-    Objects and lists of frames contain media themselves; ``depth`` is the number of objects and lists around ``value``.
-    ``position`` is the number of the medium in its list, for messages.
+    ``position`` in a list is for messages; ``depth`` is the number of objects and lists around ``value``.
     """
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:

@@ -4,11 +4,8 @@ Projects use different names for the roles and keys of messages; ShareGPT's pair
 too. ``tool_calls`` are passed to the chat template unchanged, and a message with the role ``function_call`` becomes
 such a call. Consecutive calls, or a text of the assistant and the calls after it, are one turn.
 
-The content of a message is a text, or a list of parts as in OpenAI's and Anthropic's formats. A list becomes one text,
-with a mark in place of each medium.
-
-A row without an answer may have several accepted ``responses`` with weights. All of them are trained, so a rejected
-response must be removed or have the weight 0.
+The content of a message is a text, or a list of parts as in OpenAI's and Anthropic's formats, which becomes one text
+with a mark in place of each medium. A row without an answer may have several accepted ``responses`` with weights.
 """
 
 from __future__ import annotations
@@ -67,8 +64,7 @@ class Content:
 def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
     """Read the content of a message: text, a number, or a list of parts, whose media are added to ``inline``.
 
-    With ``is_tool``, any other JSON value is the result of a tool and written as JSON text. ``label`` names the message
-    in errors.
+    The result of a tool (``is_tool``) may also be another JSON value, which becomes JSON text.
     """
     if isinstance(value, str):
         return Content(value)

@@ -202,10 +202,7 @@ def _starts_sample(is_first: _Bools, kept: _Bools) -> _Bools:
 
 
 def _without_single_tokens(boundaries: Mapping[str, _Bools], kept: _Bools) -> _Bools:
-    """Return ``kept`` without samples of one token, unless that would leave nothing.
-
-    Such a sample has nothing to predict; some tools pad packs with them.
-    """
+    """Return ``kept`` without samples of one token, with which some tools pad packs; all if nothing else is left."""
     is_in_longer_sample = np.ones(len(kept), bool)
     for is_first in boundaries.values():
         is_last = np.append(is_first[1:], True)

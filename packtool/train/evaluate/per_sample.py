@@ -211,7 +211,6 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         alignment: samples are padded to a multiple of this number of tokens.
         packed: False for micro-batches of a single sample, for models that cannot be packed.
         split: this rank's part of sequences that are split over several ranks.
-        shares_prefixes: compute prefixes that samples have in common once.
     """
 
     def __init__(

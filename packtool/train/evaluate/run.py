@@ -26,9 +26,11 @@ class EvalResult:
     """Result of an evaluation.
 
     Args:
+        evaluation: results of every sample.
         split: name of the evaluated split.
         tokens: of all samples.
         num_micro_batches: over all ranks.
+        num_processes: number of ranks.
         seconds: of the forward passes, without loading the model.
         output: path of the written file.
     """

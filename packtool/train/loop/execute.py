@@ -154,10 +154,7 @@ def _estimates_memory() -> bool:
 def _make_trainer(
     run: Run, spec: InputSpec, progress: Progress, lock: DirectoryLock | None, uploads: HubUploads | None
 ) -> tuple[PackTrainer, RunCallback]:
-    """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
-
-    The order of the calls matters: DeepSpeed connects before a model exists, and FSDP's settings frame the Trainer.
-    """
+    """Start the process group, check that all ranks have the same plan, create the output directory, load the model."""
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
     # Creating the Trainer's arguments also starts the process group.
@@ -171,9 +168,9 @@ def _make_trainer(
         progress.note(liger_warning)
     loader = StepLoader(run, spec)
     parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
-    connect_deepspeed_on_cpus(run.config)
+    connect_deepspeed_on_cpus(run.config)  # before the model exists
     model, saved_precision, unloaded_tensors = build_model(run, spec, dtype, parallel, progress)
-    shard_on_cpus(run.config)
+    shard_on_cpus(run.config)  # before the Trainer exists
     trainer = PackTrainer(
         model,
         args,
@@ -183,7 +180,7 @@ def _make_trainer(
         parallel=parallel,
         recomputation=switch_of(run, spec, dtype, model, progress),
     )
-    configure_fsdp(trainer.accelerator, model, run.config)
+    configure_fsdp(trainer.accelerator, model, run.config)  # before the first step
     callback = RunCallback(trainer, progress, lock, unloaded_tensors, uploads)
     trainer.add_callback(callback)
     return trainer, callback
@@ -265,8 +262,7 @@ class RunCallback(TrainerCallback):
 
     Args:
         lock: of the output directory; None on all but the first rank.
-        unloaded: tensors of the base model that transformers does not load, with their files; every saved model gets
-            them unchanged.
+        unloaded: tensors of the base model that transformers does not load, with their files, for checkpoints.
         uploads: to the hub; None on all but the first rank, and without them.
 
     Attributes:

@@ -1,14 +1,8 @@
 """Checks of all ranks before each optimizer update: stop signals, and losses or gradients that are NaN or infinite.
 
 On SIGTERM, SIGUSR1 and Ctrl-C the run finishes the current step and saves a checkpoint; the exit code is 128 + signal.
-
-    scheduler ──► launcher ──► every rank     or to one rank alone
-                                 │ recorded, training continues
-             before each update  │ all ranks exchange the maximum of what they recorded
-       at the next log line, or  │
-         before the next update  │ all ranks read the maximum, and so stop at the same step
-                                 ▼
-              update, checkpoint, exit with 128 + signal
+A rank that receives a signal records it. Before each update, all ranks exchange the maximum of what they recorded; they
+read it at the next log line or before the next update, and so stop at the same step.
 
 A second Ctrl-C ends the process at once. A second SIGTERM does not: schedulers send it to launchers and to ranks.
 """

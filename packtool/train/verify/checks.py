@@ -138,14 +138,10 @@ class PackUnderTest:
             return self
         shared = {number for node in self.nodes if node.is_shared for number in node.samples}
         numbers = sorted(range(len(self.samples)), key=lambda number: bool(shared) and number not in shared)
+        samples = [self.samples[number] for number in numbers[:max_samples]]
+        has_local, min_shared = self.has_local, self.min_shared
         return PackUnderTest(
-            self.model,
-            [self.samples[number] for number in numbers[:max_samples]],
-            self.spec,
-            self.dtype,
-            self.parallel,
-            has_local=self.has_local,
-            min_shared=self.min_shared,
+            self.model, samples, self.spec, self.dtype, self.parallel, has_local=has_local, min_shared=min_shared
         )
 
     def name(self, number: int) -> str:
