@@ -366,7 +366,7 @@ def _score_batch(
 ) -> Tensor:
     """Return the ``SCORES`` of the S samples of a micro-batch, float64 (S, 4), on all ranks that split it."""
     batch = item.batch.to(device)
-    labels = batch.labels  # (1, T), as the next two
+    labels = batch.labels[:1]  # (1, T), as the next two; padded batches may have filler rows
     losses, correct = scorer(batch)
     if isinstance(batch, ShardedBatch) and parallel is not None:
         # This rank has its own tokens of the sequence; get those of the other ranks, too.

@@ -76,10 +76,7 @@ def execute(
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({run.config.train_type})")
         seconds = _train(trainer, spec, progress)
-    for line in early_end_lines(trainer, callback, result.steps):
-        progress.note(line)
-    if spec.media_cache is not None:
-        progress.note(trainer.loader.all_media_reads().sentence(spec.media_cache))
+    _report_end(trainer, callback, result.steps, progress)
     result = dataclasses.replace(
         _with_training_figures(result, trainer, callback, seconds),
         num_skipped=_report_skipped_samples(trainer, progress),
@@ -162,10 +159,7 @@ def _make_trainer(
     check_ranks_agree(run.state, run.world, run.axes.name)
     run = _with_output_dir(run, progress)
     args.output_dir = run.config.output_dir
-    liger_warning = liger_problem(run.config, spec.config)
-    if liger_warning is not None:
-        args.use_liger_kernel = False
-        progress.note(liger_warning)
+    _switch_off_liger(args, run, spec, progress)
     loader = StepLoader(run, spec)
     parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
     connect_deepspeed_on_cpus(run.config)  # before the model exists
@@ -184,6 +178,14 @@ def _make_trainer(
     callback = RunCallback(trainer, progress, lock, unloaded_tensors, uploads)
     trainer.add_callback(callback)
     return trainer, callback
+
+
+def _switch_off_liger(args: TrainingArguments, run: Run, spec: InputSpec, progress: Progress) -> None:
+    """Do not use Liger's kernels for a model that they do not support."""
+    warning = liger_problem(run.config, spec.config)
+    if warning is not None:
+        args.use_liger_kernel = False
+        progress.note(warning)
 
 
 def _step_watch(loader: StepLoader, progress: Progress) -> StepWatch:
@@ -211,7 +213,16 @@ def _sequence_parallel(run: Run, device_type: str) -> SequenceParallel | None:
     return dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
 
 
-def early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: int) -> Iterator[str]:
+def _report_end(trainer: PackTrainer, callback: RunCallback, num_planned: int, progress: Progress) -> None:
+    """Report why training ended early, if it did, and the use of the media cache; all ranks call this."""
+    for line in _early_end_lines(trainer, callback, num_planned):
+        progress.note(line)
+    media_cache = trainer.loader.spec.media_cache
+    if media_cache is not None:
+        progress.note(trainer.loader.all_media_reads().sentence(media_cache))
+
+
+def _early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: int) -> Iterator[str]:
     """Explain why training ended before step ``num_planned``, unless a signal or an error ended it."""
     steps, config, state = trainer.state.global_step, trainer.loader.run.config, trainer.state
     if steps < num_planned and trainer.loader.steps.ended and not trainer.watch.stopped_by:

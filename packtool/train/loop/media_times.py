@@ -171,8 +171,9 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
     """Measure how long some of a plan's media take to load; ConfigError without media or steps."""
     reader = preview.inputs.reader
     assert reader is not None, "called for caches only"
-    samples_by_kind = {kind: np.flatnonzero(getattr(reader.index, column) > 0) for kind, column in _KINDS.items()}
-    if not any(map(len, samples_by_kind.values())):
+    columns = {kind: getattr(reader.index, name) for kind, name in _KINDS.items()}
+    samples_by_kind = {kind: np.flatnonzero(column > 0) for kind, column in columns.items() if column.any()}
+    if not samples_by_kind:
         raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
     summary = preview.plan.summary
     if not summary.num_steps or not preview.num_epochs:
@@ -182,10 +183,9 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
     kinds = []
     with single_thread():
         for kind, samples_of_kind in samples_by_kind.items():
-            if len(samples_of_kind):
-                samples = map(reader.sample, _select_samples(samples_of_kind, config.seed))
-                measured = _measure_loading(kind, samples, spec, progress)
-                kinds.append({"kind": kind, **_kind_figures(measured, preview, samples_of_kind)})
+            samples = map(reader.sample, _select_samples(samples_of_kind, config.seed))
+            measured = _measure_loading(kind, samples, spec, progress)
+            kinds.append({"kind": kind, **_kind_figures(measured, preview, samples_of_kind)})
     step_seconds, assumed = _estimate_step(config, preview)
     return LoadingTimes(kinds, step_seconds, assumed, cores_of_a_rank())
 

@@ -202,8 +202,7 @@ class PackTrainer(Trainer):
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a step.
 
-        Returns:
-            the step's sum of losses, 0-d, after the Trainer has averaged it over ranks.
+        Return this rank's sum of losses times the number of ranks, 0-d, because the Trainer averages it over ranks.
         """
         self._start_step()
         figures = step.figures
