@@ -22,10 +22,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool = False, head_dim: int = 0
 ) -> Kernel:
-    """Return the kernel of this name (ConfigError if it is unusable), or the fastest usable one for ``auto``.
-
-    ``head_dim`` is the size D of the attention heads; 0 if unknown.
-    """
+    """Return the kernel of this name (ConfigError if it is unusable), or the fastest usable one for ``auto``."""
     if name == AUTO:
         candidates = _fastest_first()
         return next(

@@ -123,10 +123,7 @@ def _isolated_forward(
 
 
 class _PrefixState:
-    """The state in which a document leaves a layer, and from which others continue: transformers' cache of one layer.
-
-    It starts from the state ``before``, or empty.
-    """
+    """The state in which a document leaves a layer, and from which others continue: transformers' cache of a layer."""
 
     def __init__(self, before: _PrefixState | None = None) -> None:
         self._inputs: Tensor | None = None if before is None else before._inputs  # last inputs of the convolution
@@ -252,10 +249,7 @@ def _try_once(trial: _Trial, layer: nn.Module, like: Tensor) -> bool:
 
 
 def _continues_states(forward: _Forward, like: Tensor) -> bool:
-    """Return whether a document in two parts, the second from the state of the first, has the output of both at once.
-
-    States have the device, type and last dimension of ``like``.
-    """
+    """Return whether two parts of a document, the second from the state of the first, have the output of one call."""
     first_length, _ = _TRIAL_LENGTHS
     states, _ = _trial_states(like)
     state = _PrefixState()

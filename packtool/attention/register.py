@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +46,7 @@ _NO_PACKING = "Train this model with --packing false."
 
 
 def attention_name(impl: str) -> str:
-    """transformers' name of a kernel, never with "flash" (see ``TOWER_ATTENTION``); ConfigError if there is none."""
+    """Return transformers' name of a kernel, without "flash" (see ``TOWER_ATTENTION``); raise if there is none."""
     if impl == AUTO:
         return ATTENTION_NAME
     if impl not in KERNELS:
@@ -108,17 +107,13 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
 @contextmanager
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model compute as transformers alone would, with SDPA, inside the context.
-
-    For comparisons; packtool's attention, recurrent layers and towers are restored afterwards.
-    """
+    """Let the model compute as transformers alone would, with SDPA, inside the context."""
     text_config: Any = model.config.get_text_config()
     previous_name = text_config._attn_implementation
-    # An isolated layer has a forward of its own, which replaces that of its class.
+    # The instance of an isolated layer has a forward, which replaces that of its class.
     was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
     try:
-        # This sets the towers' attention, too, unlike set_text_attention.
-        model.set_attn_implementation(text_attention(model.config, "sdpa"))
+        model.set_attn_implementation(text_attention(model.config, "sdpa"))  # of text and towers
         restore_recurrent_layers(model)
         with original_features(model):
             yield
@@ -188,11 +183,9 @@ def _attend_documents(
     q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
     """Return the output (T, Hq, D) of a layer's call with document boundaries, perhaps with shared prefixes."""
-    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-    if kwargs.get("key_index") is not None:  # of each document, the tokens of its shared prefixes, then its own
+    varlen = _boundaries(kwargs)
+    if varlen.keys is not None:  # those of each document: the tokens of its shared prefixes, then its own
         k, v = GatherTokens.apply(kwargs["key_index"], k, v)
-        keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
-        varlen = replace(varlen, keys=keys)
     kernel = kwargs.get("kernel")
     if kernel is None:
         head_dim = max(q.shape[-1], v.shape[-1])
@@ -208,11 +201,16 @@ def _attend_documents(
     return out.index_copy(0, picture_keys.queries, picture_out)
 
 
-def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend: Callable[..., Tensor]) -> Tensor:
-    """Return the output (N, Hq, D) of tokens of pictures, which see all keys up to the end of their picture.
+def _boundaries(kwargs: dict[str, Any]) -> Varlen:
+    """Return the boundaries of a call's documents, with those of their keys if documents share prefixes."""
+    keys = None
+    if kwargs.get("key_index") is not None:
+        keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
+    return Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"), keys=keys)
 
-    ``attend`` is ``Kernel.attend`` with the layer's options.
-    """
+
+def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend: Callable[..., Tensor]) -> Tensor:
+    """Return the output (N, Hq, D) of tokens of pictures, which see all keys up to the end of their picture."""
     key_boundaries = Varlen(keys.cu_seqlens_k, max(keys.key_lengths), keys.key_lengths)
     pictures = Varlen(keys.cu_seqlens, max(keys.lengths), keys.lengths, causal=False, keys=key_boundaries)
     k, v = GatherTokens.apply(keys.keys, k, v)

@@ -243,10 +243,10 @@ def _local_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 def _concatenate(local: Tensor | None, sharded: Tensor | None) -> Tensor:
     """Join rows of local and of sharded tokens; None for tokens that this rank does not have."""
-    if local is None or sharded is None:
-        (rows,) = [tensor for tensor in (local, sharded) if tensor is not None]
-        return rows
-    return torch.cat([local, sharded])
+    if sharded is None:
+        assert local is not None, "every rank has tokens"
+        return local
+    return sharded if local is None else torch.cat([local, sharded])
 
 
 def _sharded_forward(
@@ -350,17 +350,14 @@ def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: 
         if num_hops == 0:
             during_exchange()
             own_out, lse = call.kernel.fwd(q, k, v, call.own_block)
-            out = own_out.to(lse.dtype)
+            out = own_out.to(lse.dtype)  # the precision in which outputs are merged
         for visible in call.visible_after(num_hops):
             out, lse = _merge_keys(call, visible, q, kv, (out, lse))
     return out.to(own_out.dtype), lse
 
 
 def _kv_around_ring(call: Call, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-    """Yield this rank's K and V, then those of the ranks before it, and pass each on while the caller computes.
-
-    K and V are side by side, (T, Hkv, D of k and v).
-    """
+    """Yield K and V, side by side, of this rank and of those before it; pass each on while the caller computes."""
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
     kv = torch.cat([k, v], dim=-1)
     for num_hops in range(ring_size):

@@ -182,10 +182,7 @@ def _divisors(number: int) -> list[int]:
 def _possible_axes(
     options: ParallelOptions, heads: Heads, ulysses_sizes: Sequence[int], typical_length: int
 ) -> list[Axes]:
-    """Return the axes with these Ulysses sizes that divide the heads evenly and do not cut sliding windows.
-
-    Unless the options decide, K and V pass around a ring only if chunks are long enough to hide the transfer.
-    """
+    """Return the axes with these Ulysses sizes that divide the heads evenly and do not cut sliding windows."""
     possible = []
     for ulysses_size in ulysses_sizes:
         axes = Axes(ring_size=options.sequence_parallel_ranks // ulysses_size, ulysses_size=ulysses_size)

@@ -91,10 +91,7 @@ def _channels_by_rank(net: Any, projections: Sequence[Tensor], num_ranks: int) -
 
 @lru_cache(maxsize=4)
 def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row of each of the T tokens of the sharded documents in the sequences of all P ranks laid end to end.
-
-    Also return the token of each row, int64 (T,) each.
-    """
+    """Return the row of each sharded token in the sequences of all ranks laid end to end, and the token of each row."""
     placement = [SHARDED] * len(shard.sharded_lengths)
     token_of_row = np.concatenate(assign_tokens(shard.sharded_lengths, placement, shard.split))
     return torch.from_numpy(np.argsort(token_of_row)).to(device), torch.from_numpy(token_of_row).to(device)

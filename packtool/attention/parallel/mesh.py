@@ -26,10 +26,7 @@ Pending = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class AbsentRanks:
-    """Stand-in for a process group without other ranks: memory for their data is allocated but not filled.
-
-    For memory traces (``train.model.trace``), which run in one process.
-    """
+    """Stand-in for a process group in memory traces: memory for other ranks' data is allocated but not filled."""
 
     size: int
 
@@ -167,10 +164,7 @@ class SequenceParallel:
 
 
 def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: SequenceParallel) -> list[Tensor]:
-    """Exchange features of the media this rank encoded for features of its tokens; all ranks must call this.
-
-    Return (m, D) of each level from (n, D) of each level.
-    """
+    """Exchange each level's features (n, D) of this rank's media for those of its tokens, (m, D); all ranks call it."""
     received: Tensor = _Exchange.apply(torch.cat(levels, dim=-1), route, parallel)
     return list(torch.split(received, [level.shape[-1] for level in levels], dim=-1))
 

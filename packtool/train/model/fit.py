@@ -311,10 +311,7 @@ class Fit:
         return shardings
 
     def estimate_time(self, run: TrainConfig, layer_plan: LayerPlan | None = None) -> Proposal:
-        """Return a run with its estimated time; its memory is not estimated.
-
-        With ``--gradient-checkpointing auto``, no layer recomputes unless ``layer_plan`` is given.
-        """
+        """Return a run with its estimated time; with ``auto``, no layer recomputes without a ``layer_plan``."""
         num_sharing_ranks = run.sequence_parallel_ranks
         assert run.packing_length is not None
         plan, inputs, media_shares = self._plan(run.packing_length, num_sharing_ranks)

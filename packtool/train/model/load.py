@@ -175,10 +175,7 @@ def _random_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedM
 
 
 def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
-    """Call transformers' ``from_pretrained`` with further ``settings``, and check that the checkpoint has all weights.
-
-    ``model`` is the directory or hub name of the checkpoint.
-    """
+    """Call ``from_pretrained`` with further ``settings``, and check that the checkpoint has all weights."""
     try:
         loaded, loading_info = auto_class(config).from_pretrained(
             model,

@@ -73,6 +73,12 @@ class TargetLosses:
     divergences: Tensor | None = None
     penalty: Tensor | None = None
 
+    @classmethod
+    def without_targets(cls, batch: Batch, zero: Tensor) -> TargetLosses:
+        """Return the losses, (0,), of a micro-batch without targets."""
+        empty = zero.new_zeros(0)
+        return cls(empty, empty.bool(), batch.target_positions, _target_weights(batch), zero, empty, empty)
+
     def with_divergences(self, factor: float) -> TargetLosses:
         """Return these losses weighted by probability, and a weighted sum that includes factor * divergences (ASFT)."""
         assert self.divergences is not None, "not requested"
@@ -98,6 +104,11 @@ class TargetLosses:
         """Return the weighted sum of the losses, a differentiable scalar."""
         losses = self.losses if self.weights is None else self.losses * self.weights
         return losses.sum() + (self.zero if self.penalty is None else self.zero + self.penalty)
+
+
+def _target_weights(batch: Batch) -> Tensor | None:
+    """Return the weights of a micro-batch's targets, float32 (N,); None if all are 1."""
+    return None if batch.loss_weights is None else batch.loss_weights.flatten()[batch.target_positions]
 
 
 class LossFunction:
@@ -190,16 +201,19 @@ class HeadLoss:
         num_columns = 1 if reference is None else 2  # losses, and divergences from the reference model
         if correct is None or returned.shape[0] != 1 or returned.shape[2] != num_columns:
             raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
-        positions = batch.target_positions
-        weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
         # FSDP waits for gradients of the tensor that a module returns, so the losses are computed from this tensor.
+        if not len(batch.target_positions):
+            return TargetLosses.without_targets(batch, zero=returned.sum())
         losses = returned[0, :, 0]
-        if not len(positions):
-            empty = losses[:0].detach()
-            return TargetLosses(losses[:0], correct, positions, weights, returned.sum(), empty, empty)
-        divergences = None if reference is None else returned[0, :, 1]
-        zero = losses.new_zeros(())
-        return TargetLosses(losses, correct, positions, weights, zero, head_pass.entropies, divergences)
+        return TargetLosses(
+            losses=losses,
+            correct=correct,
+            positions=batch.target_positions,
+            weights=_target_weights(batch),
+            zero=losses.new_zeros(()),
+            entropies=head_pass.entropies,
+            divergences=None if reference is None else returned[0, :, 1],
+        )
 
     @property
     def _chunk_size(self) -> int:
@@ -392,12 +406,8 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     labels = labels.flatten()
     logits = model(**inputs).logits.flatten(0, 1)  # (P, vocabulary), one row for each of the P labels
     positions = batch.target_positions
-    weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
     if not len(positions):
-        no_losses = logits.new_zeros(0, dtype=torch.float32)
-        no_correct = labels.new_zeros(0, dtype=torch.bool)
-        zero = logits.float().sum() * 0.0
-        return TargetLosses(no_losses, no_correct, positions, weights, zero, entropies=no_losses)
+        return TargetLosses.without_targets(batch, zero=logits.float().sum() * 0.0)
     losses, correct = _label_losses(logits, labels)
     is_target = labels != IGNORE_INDEX
     if len(losses) > len(positions):  # indexing by a mask waits for the device
@@ -405,7 +415,8 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     entropies = None
     if entropy_top_k:
         entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k)
-    return TargetLosses(losses, correct, positions, weights, zero=losses.new_zeros(()), entropies=entropies)
+    weights, zero = _target_weights(batch), losses.new_zeros(())
+    return TargetLosses(losses, correct, positions, weights, zero, entropies)
 
 
 def _label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,23 +69,20 @@ def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Modu
 
     if recipe == "mxfp4":
         return BlockRounding(_round_mxfp4), BlockRounding(_round_mxfp4)
-    if recipe == "nvfp4":  # besides the scales of blocks, one for each token of the inputs, and one for the weight
+    if recipe == "nvfp4":
         return BlockRounding(_round_nvfp4_tokens), BlockRounding(_round_nvfp4_weight)
+    quantizer: Any = FakeQuantizerBase.from_config
     float8 = Float8FakeQuantizeConfig()  # with a scale for each row: for each token of the inputs
-    inputs: Any = {
-        "int8-int4": IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
-        "int4": None,
-        "fp8-int4": float8,
-        "fp8": float8,
-    }[recipe]
-    weights: Any = {
-        "int8-int4": IntxFakeQuantizeConfig(torch.int4, group_size=group_size),  # type: ignore[attr-defined]
-        "int4": Int4WeightFakeQuantizeConfig(group_size, torch.bfloat16),
-        "fp8-int4": Int4WeightFakeQuantizeConfig(group_size, torch.float8_e4m3fn),
-        "fp8": float8,
-    }[recipe]
-    input_quantizer: Any = None if inputs is None else FakeQuantizerBase.from_config(inputs)
-    return input_quantizer, FakeQuantizerBase.from_config(weights)
+    if recipe == "int4":
+        return None, quantizer(Int4WeightFakeQuantizeConfig(group_size, torch.bfloat16))
+    if recipe == "int8-int4":
+        inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+        weights = IntxFakeQuantizeConfig(torch.int4, group_size=group_size)  # type: ignore[attr-defined]
+        return quantizer(inputs), quantizer(weights)
+    if recipe == "fp8-int4":
+        return quantizer(float8), quantizer(Int4WeightFakeQuantizeConfig(group_size, torch.float8_e4m3fn))
+    assert recipe == "fp8", "a value of --qat"
+    return quantizer(float8), quantizer(float8)
 
 
 class BlockRounding(nn.Module):
@@ -150,12 +147,12 @@ def use_float8(model: Any, towers: Towers) -> None:
     if next(model.parameters()).is_meta:
         return
     head = model.get_output_embeddings()
-    layers = {
-        id(linear)
-        for _, linear in _text_layers(model, towers)
-        if linear is not head and not any(size % _FLOAT8_MULTIPLE for size in linear.weight.shape)
-    }
+    layers = set()
+    for _, linear in _text_layers(model, towers):
+        has_valid_shape = not any(size % _FLOAT8_MULTIPLE for size in linear.weight.shape)
+        if linear is not head and has_valid_shape:
+            layers.add(linear)
     recipe: Any = Float8LinearConfig.from_recipe_name("rowwise")
-    # Gradients of weights are sums over tokens, whose number is padded to a multiple of 16 (``pad_inner_dim``).
+    # For gradients of weights, the number of tokens is padded to a multiple of 16 (``pad_inner_dim``).
     config = dataclasses.replace(recipe, pad_inner_dim=True, emulate=not on_gpu)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: id(module) in layers)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: module in layers)

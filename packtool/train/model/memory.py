@@ -36,7 +36,7 @@ from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import bytes_saved_by_quantization, quantized_layers, scale_bytes, unsharded_numel
-from packtool.train.model.sharding import expert_weights, shards_weights
+from packtool.train.model.sharding import expert_weights, layers_of_model, shards_weights
 from packtool.train.model.trace import PassBytes, trace_pass
 from packtool.train.prepare.costs import with_recomputing
 from packtool.train.prepare.figures import NO_MEDIA, RankTokens, longest_micro_batches, peak_memory_batches
@@ -214,19 +214,20 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, q
     def gathered_bytes(parameters: Iterable[nn.Parameter]) -> float:
         return sum((bytes_by_id[id(parameter)] for parameter in parameters), 0.0)
 
-    layer_classes = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
-    ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    bytes_outside = gathered_bytes(parameter for parameter in model.parameters() if id(parameter) not in ids_in_layers)
-    weight_bytes, gradient_bytes = [0.0], [0.0]  # of each layer, after a first one without weights
-    for layer in layers:
-        weight_bytes.append(gathered_bytes(layer.parameters()))
-        gradient_bytes.append(gathered_bytes(weight for weight in layer.parameters() if weight.requires_grad))
+    outside = {id(weight): weight for weight in model.parameters()}  # weights outside of layers
+    weight_bytes, gradient_bytes = [0.0], [0.0]  # of each layer; the first entries are for models without layers
+    for layer in layers_of_model(model):
+        weights = list(layer.parameters())
+        weight_bytes.append(gathered_bytes(weights))
+        gradient_bytes.append(gathered_bytes(weight for weight in weights if weight.requires_grad))
+        for weight in weights:
+            outside.pop(id(weight), None)
+    outside_bytes = gathered_bytes(outside.values())
     max_weight_bytes, max_gradient_bytes = max(zip(weight_bytes, gradient_bytes, strict=True))
     if "shard_grad_op" in config.fsdp:  # keeps all weights from the forward pass to the backward pass
-        return bytes_outside + sum(weight_bytes) + max_gradient_bytes
-    # The weights of the next layer, which count as the largest ones, are prefetched.
-    return bytes_outside + 2 * max_weight_bytes + max_gradient_bytes
+        return outside_bytes + sum(weight_bytes) + max_gradient_bytes
+    # The next layer, which counts as the largest one, is prefetched.
+    return outside_bytes + 2 * max_weight_bytes + max_gradient_bytes
 
 
 def _gathered_bytes_by_id(
@@ -354,10 +355,6 @@ class PlannedRun(NamedTuple):
 
 def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
     """Return the runs of a plan, one for each packing length and sequence parallel size of its stages."""
-    plans = {}  # of an epoch, by packing length and sequence parallel size
-    for stage in preview.timeline.stages:
-        first_span = next(stage.spans())
-        plans[stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size] = first_span.plan
     files = preview.inputs.files
     assert config.model is not None, "checked by the caller"
     assert files is not None, "there is a model"
@@ -366,7 +363,7 @@ def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
     runs = []
-    for (packing_length, sequence_parallel_size), plan in plans.items():
+    for (packing_length, sequence_parallel_size), plan in _plans_of_epochs(preview).items():
         run_config = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
         run_config = with_recomputing(run_config, knows_memory=config.hardware is not None)
         run_config = with_shares(run_config, sequence_parallel_size)
@@ -376,6 +373,15 @@ def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
         micro_batches = peak_memory_batches(run_config, plan, preview.inputs)
         runs.append(PlannedRun(run_config, axes, model, dtype, plan, micro_batches))
     return runs
+
+
+def _plans_of_epochs(preview: Preview) -> dict[tuple[int | None, int], EpochPlan]:
+    """Return the plan of an epoch for each packing length and sequence parallel size of the stages."""
+    plans: dict[tuple[int | None, int], EpochPlan] = {}
+    for stage in preview.timeline.stages:
+        first_epoch = next(stage.spans())
+        plans[stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size] = first_epoch.plan
+    return plans
 
 
 def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
@@ -396,10 +402,7 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
-    """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens that fits into a rank's memory.
-
-    Raise a ConfigError if not even 128 tokens fit, or if a vision tower is trained, whose memory depends on images.
-    """
+    """Replace ``--bucket-size auto`` by a number of tokens; raise if a vision tower is trained, or no bucket fits."""
     if config.bucket_size != "auto":
         return config
     model = model_config(config.model)
@@ -408,6 +411,12 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
             "--bucket-size auto measures text only, but with --freeze-vit false the vision tower needs memory too",
             "Give a number of tokens, as in --bucket-size 8192.",
         )
+    num_tokens = _largest_bucket(config, model, world, progress)
+    return dataclasses.replace(config, bucket_size=str(num_tokens))
+
+
+def _largest_bucket(config: TrainConfig, model: PreTrainedConfig, world: World, progress: Progress) -> int:
+    """Return the largest multiple of 128 text tokens that fits into a rank's memory; raise if not even 128 fit."""
     dtype = resolve_dtype(model, config, on_gpu=has_gpu(config))
     longest_sample = np.array([config.max_length or _ASSUMED_LENGTH])
     axes = axes_of(config, world, ModelFiles.load(config.model), longest_sample, trained=True)
@@ -428,7 +437,7 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
         f"bucket size: {num_tokens:,} tokens per process; weights, gradients and optimizer need "
         f"{fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} GiB, and each token {token_bytes / 1024:,.1f} KiB"
     )
-    return dataclasses.replace(config, bucket_size=str(num_tokens))
+    return num_tokens
 
 
 def _few_tokens_memory(

@@ -63,11 +63,11 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         # Not in the precision of the output, because only the sums of the merge are rounded to it.
         model = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
         restore_float32_weights(model, base_directory)
-        float32_names = SavedPrecision.of(base_config, model).float32_names
+        kept_names: Collection[str] = ()  # of weights that are not converted
+        if config.torch_dtype == "auto":
+            kept_names = SavedPrecision.of(base_config, model).float32_names
         unloaded = unloaded_tensors(model, base_directory)
         merged, num_merged = _merge(model, trained.adapter)
-        # By default, weights that the model's class always keeps in float32 are not converted.
-        kept_names = float32_names if config.torch_dtype == "auto" else ()
         _convert_weights(merged, dtype, kept_names)
         with _new_directory(output) as incomplete:
             merged.save_pretrained(incomplete)

@@ -94,11 +94,12 @@ def precision_line(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved
     frozen_dtypes = _dtype_names(weight for weight in model.parameters() if not weight.requires_grad)
     frozen_dtypes -= {"int8", "uint8"}  # of quantized weights, which quantization_lines describes
     trained = ", ".join(sorted(trained_dtypes))
-    if run.train_type == "full" and run.master_weights == "kahan":
+    is_full = run.train_type == "full"
+    if is_full and run.master_weights == "kahan":
         trained += " plus the digits that rounding discards (kahan)"
     elif run.deepspeed is not None and dtype in _HALF_PRECISION:
         trained += " with DeepSpeed's float32 copies"
-    elif run.train_type == "full" and "bfloat16" in trained_dtypes:
+    elif is_full and "bfloat16" in trained_dtypes:
         trained += " (small updates are lost; --master-weights float32 keeps them)"
     statements = [f"trained weights: {trained}"]
     if frozen_dtypes:

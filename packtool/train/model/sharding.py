@@ -46,15 +46,21 @@ def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: 
     The model is of the same class, on any device. Its layers are listed because transformers' plans have text layers
     only. ``dtype`` is that of the computation.
     """
-    listed = set(getattr(model, "_no_split_modules", None) or ())
-    layers = {_layer_pattern(name) for name, module in model.named_modules() if type(module).__name__ in listed}
+    layers = set(layers_of_model(model))
+    patterns = {_layer_pattern(name) for name, module in model.named_modules() if module in layers}
     return DistributedConfig(
         fsdp_size=world.size,
         ep_size=config.expert_parallel_size,
         ep_implementation="all_to_all",
         fsdp_mixed_precision=dtype == torch.bfloat16,
-        fsdp_plan=dict.fromkeys(sorted(layers), "free_full_weight"),
+        fsdp_plan=dict.fromkeys(sorted(patterns), "free_full_weight"),
     )
+
+
+def layers_of_model(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model whose weights are gathered and freed together."""
+    class_names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in class_names]
 
 
 @contextmanager
@@ -189,5 +195,4 @@ def configure_fsdp(accelerator: Accelerator, model: nn.Module, config: TrainConf
     if plugin.mixed_precision_policy is not None:
         dtype = plugin.mixed_precision_policy.param_dtype
         plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    names = {type(module).__name__ for module in model.modules()}
-    plugin.transformer_cls_names_to_wrap = sorted(names & set(getattr(model, "_no_split_modules", None) or ()))
+    plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers_of_model(model)})

@@ -92,6 +92,7 @@ def trace_pass(
         model.train()
         # The inputs that a model's own processor makes stay real, because the model reads values among them.
         if not spec.family.processor_inputs:
+            # On the CPU, as the weights: pixels and mel frames are on the meta device.
             batch = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
         return run_pass(model, batch, autocast)
 

@@ -361,10 +361,7 @@ def _matching_modules(model: PreTrainedModel, regex: str) -> list[str]:
 
 
 def _adaptable_modules(model: Any, towers: Towers, config: TrainConfig) -> dict[str, bool]:
-    """Return, by name of each module of unfrozen parts that may get an adapter, whether all-linear selects it.
-
-    Head and embeddings may get one, but all-linear does not select them.
-    """
+    """Return, by name of each module of unfrozen parts that may get an adapter, whether all-linear selects it."""
     frozen = config.frozen_parts
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
@@ -534,10 +531,7 @@ def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
 
 
 def _describe_misfit(weights: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
-    """Describe weights that a saved adapter lacks, or has in addition or in another shape; None if all fit.
-
-    Only saved weights with ``infix`` in their names are compared.
-    """
+    """Describe weights that a saved adapter lacks, or has in addition or in another shape; None if all fit."""
     path = os.path.join(directory, SAFETENSORS_WEIGHTS_NAME)
     if not os.path.exists(path):  # saved by an older version of peft
         return None
@@ -559,12 +553,13 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
         return
     base = base_model(model)
     towers = tower_prefixes(base, base.config.model_type)
-    names = {id(parameter): _bare_name(name) for name, parameter in trained.named_parameters()}
+    names_by_id = {id(parameter): _bare_name(name) for name, parameter in trained.named_parameters()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parameters_by_rate: dict[float, list[Any]] = defaultdict(list)
         for parameter in group["params"]:
-            rate = _learning_rate(names[id(parameter)], group["lr"], towers, config)
+            name = names_by_id[id(parameter)]
+            rate = _learning_rate(name, group["lr"], towers, config)
             parameters_by_rate[rate].append(parameter)
         for rate, parameters in parameters_by_rate.items():
             groups.append({**group, "params": parameters, "lr": rate})
