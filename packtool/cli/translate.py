@@ -12,24 +12,17 @@ from packtool.config.commands import TranslateConfig
 from packtool.config.settings import resolve
 from packtool.errors import ConfigError
 from packtool.translate.names import Translation
-from packtool.translate.read import SETTINGS, read_command, read_file
+from packtool.translate.read import SETTINGS, ForeignConfig, read_command, read_file
 from packtool.translate.render import as_command, as_yaml
 from packtool.translate.tools import translate
 
 
 def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     """Print the equivalent of another tool's file or command line; packtool's own YAML is printed unchanged."""
-    if bool(config.file) == bool(config.command_line):
-        raise ConfigError("give a file, or -- and a command line, as in: packtool translate -- swift sft --model DIR")
-    if config.command_line:
-        source = read_command(config.command_line)
-    else:
-        source = read_file(config.file, config.tool, label=config.file)
+    source = _read_source(config)
     command = source.command
     cls = SETTINGS[command]
     is_own_yaml = not source.tool
-    if is_own_yaml and not source.values:
-        raise ConfigError(f"{config.file}: the file is empty")
     if is_own_yaml:
         translation = Translation(source, values=dict(source.values), origins=dict.fromkeys(source.values, ""))
     else:
@@ -44,6 +37,18 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     figures = {"tool": source.tool or "packtool", "command": command, "options": translation.values}
     figures |= {"environment": translation.environ, "omitted": dict(translation.omitted)}
     invocation.show(figures, [text])
+
+
+def _read_source(config: TranslateConfig) -> ForeignConfig:
+    """Read the file or the command line; its tool is "" for packtool's own YAML."""
+    if bool(config.file) == bool(config.command_line):
+        raise ConfigError("give a file, or -- and a command line, as in: packtool translate -- swift sft --model DIR")
+    if config.command_line:
+        return read_command(config.command_line)
+    source = read_file(config.file, config.tool, label=config.file)
+    if not source.values and not source.tool:
+        raise ConfigError(f"{config.file}: the file is empty")
+    return source
 
 
 def _check(cls: type[Any], translation: Translation) -> None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from packtool.config.conflicts import Settings
 from packtool.config.data import MediaOptions
@@ -405,24 +405,27 @@ class _RecipeParser:
         sources = tuple(source for source, _ in sources_and_units if source is not None)
         weight_units = sorted({unit for _, unit in sources_and_units if unit is not None})
         temperature = self.parse_number(value, "temperature", prefix)
-        unit: Any = value.get("unit", "samples")
-        if unit not in UNITS:
-            self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
-        if "unit" in value and temperature is None:
-            self.report(f"{prefix}unit", "it applies only to temperature, which is missing: leave it out")
+        size_unit = self.parse_size_unit(value, temperature, prefix)
         self.check_weights(sources, weight_units, temperature, prefix)
         if self.problems:
             return None
-        if weight_units:  # one at most, and none with a temperature
-            unit = weight_units[0]
         return Recipe(
             sources=sources,
-            unit=unit,
+            unit=cast("MixUnit", weight_units[0] if weight_units else size_unit),  # not both, as checked
             temperature=temperature,
             stop=self.options.mix_stop or "first",
             resample=self.options.resample,
             place=self.place,
         )
+
+    def parse_size_unit(self, value: Mapping[str, Any], temperature: float | None, prefix: str) -> str:
+        """Return the unit of the sizes from which ``temperature`` computes weights."""
+        unit = value.get("unit", "samples")
+        if unit not in UNITS:
+            self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
+        if "unit" in value and temperature is None:
+            self.report(f"{prefix}unit", "it applies only to temperature, which is missing: leave it out")
+        return str(unit)
 
     def check_weights(
         self, sources: Sequence[SourceRecipe], units: Sequence[str], temperature: float | None, prefix: str

@@ -165,23 +165,27 @@ _CHANGED_CELLS = ("{directory}", "{fate}", "{samples:,}", "{trained:,}", "{left:
 
 def resumed_lines(figures: Figures) -> Iterator[str]:
     """Yield the output of ``packtool plan --resume``."""
-    step, num_steps = figures["step"], figures["steps"]
-    num_steps_before = figures["steps_before"]  # as planned when the checkpoint was written
+    step = figures["step"]
     yield f"resumes from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
     if figures["data_changed"]:
         rows = [_CHANGED_HEADING, *(fill_in(_CHANGED_CELLS, source) for source in figures["sources"])]
         yield from aligned(rows, "llr")
     else:
         yield "the data are the same as at the checkpoint"
-    before = done_before = ""
-    if num_steps != num_steps_before:
-        before = f", previously {num_steps_before:,}"
-        done_before = f", previously {step / num_steps_before:.1%}"
-    values = {**figures, "done": step / num_steps, "before": before, "done_before": done_before}
-    yield from aligned(filled_lines("plan resumed", values), "ll")
+    yield from aligned(filled_lines("plan resumed", {**figures, **_progress_texts(figures)}), "ll")
     for stage in figures["stages"] or ():
         if stage["last_step"] > step:
             yield f"{stage_title(stage)}, {stage['samples']:,} samples:"
             yield from ("  " + line for line in aligned(source_rows(stage["sources"]), "lr"))
     if figures["data_changed"]:
         yield "to resume: packtool train with these caches, --resume-from-checkpoint true --data-change allow"
+
+
+def _progress_texts(figures: Figures) -> dict[str, Any]:
+    """Return how much of the run is done, and how much it was of the steps planned before the checkpoint."""
+    step, num_steps, num_steps_before = figures["step"], figures["steps"], figures["steps_before"]
+    texts = {"done": step / num_steps, "before": "", "done_before": ""}
+    if num_steps != num_steps_before:
+        texts["before"] = f", previously {num_steps_before:,}"
+        texts["done_before"] = f", previously {step / num_steps_before:.1%}"
+    return texts

@@ -258,12 +258,6 @@ def page(content: Figures) -> str:
     mixture, balance, capacity = content["mixture"], content["balance"], content["capacity"]
     num_samples, num_packs = sum(content["lengths"].counts), sum(content["fills"].counts)
     is_packed = num_samples > num_packs
-    counts = [count for _, count in content["sample_counts"]]
-    num_cached = max(sum(counts), 1)
-    samples = [
-        (_colour(number), name, count, percent(count / num_cached))
-        for number, (name, count) in enumerate(content["sample_counts"])
-    ]
     figures, fingerprints = _split_fingerprints(content["figures"])
     pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
     trees = content["shared"]["trees"] if content["shared"] else []
@@ -271,9 +265,6 @@ def page(content: Figures) -> str:
         "plan.html",
         plan=content,
         is_packed=is_packed,
-        num_cached=num_cached,
-        samples=samples,
-        sample_bar=divided_bar(counts),
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
         balance=balance_chart(*balance) if balance else None,
@@ -283,8 +274,19 @@ def page(content: Figures) -> str:
         lengths=histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
         fills=histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
         trees=[(name, note, tree_drawing(branches)) for name, note, branches in trees],
+        **_use_of_samples(content["sample_counts"]),
         **_pack_drawings(content["packs"], capacity, batch_size=content["without_packing"]["rows"]),
     )
+
+
+def _use_of_samples(sample_counts: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Return the number of all samples, and a bar and table rows of those used and not used."""
+    counts = [count for _, count in sample_counts]
+    num_cached = max(sum(counts), 1)
+    rows = []
+    for number, (name, count) in enumerate(sample_counts):
+        rows.append((_colour(number), name, count, percent(count / num_cached)))
+    return {"num_cached": num_cached, "samples": rows, "sample_bar": divided_bar(counts)}
 
 
 def _split_fingerprints(figures: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -187,13 +187,7 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     step = int(steps_by_time[len(steps_by_time) // 2])
     step_seconds = float(timing.step_seconds[step])
     gpu_names = _drawn_gpus(timing, step)
-    rectangles: dict[str, list[Rectangle]] = {}  # by activity
-    for line, gpu in enumerate(gpu_names):
-        y = line * (_LINE_HEIGHT + _LINE_GAP)
-        for activity, start, seconds in _activities(timing, step, gpu):
-            x = AXIS_LENGTH * (start / step_seconds)
-            width = AXIS_LENGTH * (seconds / step_seconds)
-            rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
+    rectangles = _step_rectangles(timing, step, list(gpu_names))
     shapes = [Boxes(boxes, style=_ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
     height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
     return {
@@ -201,9 +195,22 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
         "note": _step_note(outcome, step, num_drawn=len(gpu_names)),
         "gpus": list(gpu_names.values()),
         "drawing": Drawing("step", "activities of each GPU during the step", shapes, height, in_pixels=True),
-        "times": [duration(step_seconds * fraction) for fraction in (0, 0.25, 0.5, 0.75, 1)],  # below the drawing
+        "times": [duration(step_seconds * fraction) for fraction in (0, 0.25, 0.5, 0.75, 1)],
         "legend": _legend(rectangles),
     }
+
+
+def _step_rectangles(timing: Timing, step: int, gpus: Sequence[int]) -> dict[str, list[Rectangle]]:
+    """Return the rectangles of each activity in a step, with a line for each GPU."""
+    step_seconds = float(timing.step_seconds[step])
+    rectangles: dict[str, list[Rectangle]] = {}
+    for line, gpu in enumerate(gpus):
+        y = line * (_LINE_HEIGHT + _LINE_GAP)
+        for activity, start, seconds in _activities(timing, step, gpu):
+            x = AXIS_LENGTH * (start / step_seconds)
+            width = AXIS_LENGTH * (seconds / step_seconds)
+            rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
+    return rectangles
 
 
 def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:

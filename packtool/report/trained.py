@@ -244,13 +244,14 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
             continue
         replay = replay_segment(output_dir, segment, stop, model)
         cache_starts = replay.reader.offsets.tolist()
-        # A run may have the same cache several times.
-        positions = [cache_starts[i] + row for i, each in enumerate(fingerprints) if each == fingerprint]
-        if sample is None:
-            sample = _sample_figures(replay, positions[:1])[0]
-        for position in positions:
-            locations = replay.occurrences(position)
-            occurrences += [_occurrence_figures(replay, position, *location) for location in locations]
+        for cache_start, cache_fingerprint in zip(cache_starts, fingerprints, strict=False):
+            if cache_fingerprint != fingerprint:
+                continue
+            position = cache_start + row
+            if sample is None:
+                sample = _sample_figures(replay, [position])[0]
+            for location in replay.occurrences(position):
+                occurrences.append(_occurrence_figures(replay, position, *location))
     return {
         **(sample or {"cache": directory, "sample": row}),
         "run": output_dir,
