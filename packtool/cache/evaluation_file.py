@@ -47,12 +47,7 @@ _SCHEMA = pa.schema(
 
 
 def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """Write the file atomically.
-
-    Args:
-        columns: values of each column by name, all of one length; NaN becomes null.
-        info: metadata, which are converted with ``plain_json``.
-    """
+    """Write columns of equal length, by name, and metadata to a file, atomically; NaN becomes null."""
     _write_table(path, _SCHEMA.with_metadata({_KEY: json.dumps(plain_json(info)).encode()}), columns)
 
 

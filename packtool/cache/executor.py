@@ -60,8 +60,7 @@ class Executor(WorkerPool[Task, TaskResult]):
     ) -> Iterator[TaskResult]:
         """Run tasks and yield their results as they finish, in any order; to be called once.
 
-        ``encoder`` returns the encoder of this process, for tasks that run here. PacktoolError if a worker died; an
-        error of a task passes through and stops the other tasks.
+        ``encoder`` returns the encoder of this process, for tasks that run here.
         """
         if self.num_proc == 1 or len(tasks) <= 1:
             for task in tasks:
@@ -89,30 +88,27 @@ def _worker_died_error(num_done: str) -> PacktoolError:
 
 
 def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, TaskSettings | None]], TaskResult]:
-    """Load the tokenizer in a worker process, and return the function that runs a task there.
-
-    ``report`` sends numbers of rows, drops and tokens to the main process.
-    """
-    block_pandas()
+    """Load the tokenizer in a worker process, and return the function that runs a task there."""
+    block_pandas()  # its import would only delay the start
     encoder = worker_encoder(spec)
     collect_rarely()
     settings: TaskSettings | None = None
 
     def run(job: tuple[Task, TaskSettings | None]) -> TaskResult:
         nonlocal settings
-        task, first_settings = job
-        settings = settings or first_settings
-        assert settings is not None, "the first task comes with them"
+        task, new_settings = job
+        if new_settings is not None:
+            settings = new_settings
+        assert settings is not None, "a worker's first task comes with the settings of all tasks"
         return run_task(task, encoder, settings, report)
 
     return run
 
 
 def block_pandas() -> None:
-    """Keep pyarrow from importing pandas when it makes its first array, as if pandas were not installed.
+    """Keep pyarrow from importing pandas when it makes its first array, a quarter of the start-up time.
 
-    It would only check the type of the values. The import takes a quarter of the start-up time. For processes of the
-    command line only: afterwards pyarrow treats a pandas series as any other sequence.
+    For processes of the command line only: afterwards pyarrow treats a pandas series as any other sequence.
     """
 
     def find_spec(name: str, *_: object) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import count
 
 import numpy as np
 import pyarrow as pa
@@ -85,26 +84,27 @@ def _summary_of_finished(config: ExportConfig, directory: str, manifest: Manifes
 
 
 def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
-    """Scan all sources and announce the rows of each to the executor, which then decides when to start its workers.
+    """Scan all sources and announce the rows of each to the executor; show a note for each, or progress if many."""
 
-    Up to 20 sources get a note each; for more, the progress of the scan and one note about all are shown.
-    """
-    has_notes = len(specs) <= _MAX_NOTES
-    scan_counter = count(1)
-
-    def report(scanned: ScannedSource) -> None:
+    def note(scanned: ScannedSource) -> None:
         executor.expect(scanned.num_rows)
         source = scanned.source
-        form = "" if source.form in (None, "messages") else f", {source.form}"
-        if has_notes:
-            progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
-        elif next(scan_counter) % _PROGRESS_SOURCES == 0:
-            progress.advance(_PROGRESS_SOURCES)  # not for each of many thousand files
+        form = "" if source.form in (None, "messages") else f", {source.form}"  # messages are the usual form
+        progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
 
-    if has_notes:
-        return scan_sources(specs, seed, report)
+    if len(specs) <= _MAX_NOTES:
+        return scan_sources(specs, seed, note)
+    num_scanned = 0
+
+    def advance(scanned: ScannedSource) -> None:
+        nonlocal num_scanned
+        executor.expect(scanned.num_rows)
+        num_scanned += 1
+        if num_scanned % _PROGRESS_SOURCES == 0:  # not for each of many thousand files
+            progress.advance(_PROGRESS_SOURCES)
+
     progress.start("scan files", len(specs))
-    sources = scan_sources(specs, seed, report)
+    sources = scan_sources(specs, seed, advance)
     progress.finish()
     num_rows = sum(scanned.num_rows for scanned in sources)
     num_bytes = sum(max(scanned.source.size, 0) for scanned in sources)  # unknown sizes are -1
@@ -126,10 +126,7 @@ def _source_info(scanned: ScannedSource) -> SourceInfo:
 
 
 class _Export:
-    """An export: scans the sources, runs the tasks and publishes the cache.
-
-    For users, tasks are shards: each task writes one shard of each of its splits.
-    """
+    """An export: scans the sources, runs the tasks (for users, shards) and publishes the cache."""
 
     def __init__(self, config: ExportConfig, progress: Progress, executor: Executor, drops: list[str] | None) -> None:
         self.config, self.progress, self.executor, self.drops = config, progress, executor, drops
@@ -192,10 +189,7 @@ class _Export:
         self.executor.check_ready(wait_s=None)
 
     def _make_tasks(self) -> None:
-        """Scan the sources, divide their rows into tasks, and print notes about the rows.
-
-        Sets ``sources``, ``tasks``, and ``has_parts``: whether the cache stores which part of its row a sample is.
-        """
+        """Scan the sources, print notes about them, and set ``sources``, ``tasks`` and ``has_parts``."""
         config = self.config
         scanned_sources = _scan(self.specs, config.seed, self.progress, self.executor)
         self.sources = tuple(_source_info(scanned) for scanned in scanned_sources)
@@ -211,9 +205,9 @@ class _Export:
             self.progress.note(warning)
         close_readers()  # of this process; each worker opens its own
         # Rows become several samples if their turns are expanded, or if they have several responses.
-        sources = (source for task in self.tasks for source, _ in task.row_blocks)
-        expands_turns = "expand_turns" in self.identity.spec  # which does not record the value false
-        self.has_parts = expands_turns or any("responses" in dict(source.columns) for source in sources)
+        expands_turns = "expand_turns" in self.identity.spec  # recorded only if it is true
+        used_columns = (dict(source.columns) for task in self.tasks for source, _ in task.row_blocks)
+        self.has_parts = expands_turns or any("responses" in columns for columns in used_columns)
 
     def _task_settings(
         self, directory: str | None, export: str = "", lock: DirectoryLock | None = None
@@ -283,11 +277,7 @@ class _Export:
         reused: Mapping[int, TaskResult],
         missing: Sequence[int],
     ) -> ExportSummary:
-        """Return the summary of a run that left tasks without a result; DataError if ``--finalize`` misses parts.
-
-        ``results`` are those of all parts by task number, ``reused`` those from before this run; ``missing`` are the
-        numbers of the tasks without a result.
-        """
+        """Return the summary of a run that left tasks without a result (``missing``); DataError with ``--finalize``."""
         if self.config.is_part:
             manifest = output_dir.read_published(directory, self.identity, self.sources)
             if manifest is not None:  # no result is left, because another part has finished the cache
@@ -329,13 +319,10 @@ class _Export:
         return _summary_of_finished(self.config, directory, manifest)
 
     def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
-        """Recreate the damaged files of a cache; raise a MismatchError if a recreated file differs from the original.
+        """Recreate the damaged files of a cache, given by paths such as ``train/index.arrow``.
 
-        Tasks with a damaged shard run again: the same rows, settings and model give the same bytes. Index and prefixes
-        are then rebuilt from the shards. ``manifest`` has the checksums of the original files.
-
-        Args:
-            damaged: paths below the directory, such as ``train/index.arrow``.
+        Tasks with a damaged shard run again, which gives the same bytes; index and prefixes are then rebuilt.
+        Raises a MismatchError if a recreated file differs from the original.
         """
         scratch = storage.join(directory, TASKS_DIR, "repair")
         storage.remove(scratch)
@@ -393,12 +380,7 @@ class _Export:
         settings: TaskSettings,
         check_lock: Callable[[], None],
     ) -> dict[int, TaskResult]:
-        """Run the unfinished tasks of this run; return their results together with ``reused``, by task number.
-
-        Args:
-            reused: results of tasks that an earlier run finished, by task number.
-            check_lock: raises a MismatchError if this run has lost the directory's lock; called with each progress.
-        """
+        """Run the unfinished tasks of this run; return their results together with ``reused``, by task number."""
         unfinished: list[Task] = []
         if not self.config.finalize:  # --finalize publishes the cache of the other parts and encodes nothing itself
             unfinished = [task for task in tasks if self._is_own_task(task.number) and task.number not in reused]
@@ -470,14 +452,15 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, encoder: E
     """Write ``prefixes.arrow`` again from the shards of a split; raise a MismatchError if it cannot be the original."""
     path = storage.join(directory, split, PREFIXES_NAME)
     original_sha256 = manifest.splits[split].prefixes_sha256
-    # Older caches hash the addresses of media instead of their contents, or have fewer fields for each prefix
-    # (``OLD_PREFIX``). All formats are tried until one gives the original file.
+    # Older caches hash the addresses of media instead of their contents, or have fewer fields (``OLD_PREFIX``).
     for medium_key in (by_content, by_address):
         batches = []
         for samples, left_out in hygiene.shard_samples(directory, manifest, split):
             if samples:
-                prefixes = prefix_hashes(samples, encoder.media_tokens, longer_than=MIN_SHARED, medium_key=medium_key)
-                batches.append(without_samples(prefix_batch(*prefixes), left_out))
+                num_prefixes, prefixes = prefix_hashes(
+                    samples, encoder.media_tokens, longer_than=MIN_SHARED, medium_key=medium_key
+                )
+                batches.append(without_samples(prefix_batch(num_prefixes, prefixes), left_out))
         for prefix_type in (PREFIX, OLD_PREFIX):
             schema = pa.schema([("prefixes", pa.list_(prefix_type))])
             data = arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)

@@ -97,11 +97,7 @@ def _index_problem(columns: Mapping[str, IntArray], manifest: Manifest, split: s
 
 
 class SplitPrefixes(NamedTuple):
-    """The prefixes of N samples: sample ``i`` has those from ``offsets[i]`` up to ``offsets[i + 1]``.
-
-    Args:
-        offsets: int64 (N + 1,).
-    """
+    """The prefixes of N samples; sample i has those from offsets[i] to offsets[i + 1]. ``offsets``: int64 (N + 1,)."""
 
     offsets: npt.NDArray[np.int64]
     prefixes: PrefixHashes
@@ -131,22 +127,21 @@ def without_samples(batch: pa.RecordBatch, positions: Sequence[int]) -> pa.Recor
 
 
 def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordBatch:
-    """Convert a batch of ``prefixes.arrow`` so that each prefix has the fields of ``prefix_type``.
+    """Convert the prefixes of a batch to ``prefix_type``; fields that older caches lack become ``UNKNOWN``.
 
-    A field that older caches lack is filled with ``UNKNOWN``. A batch with nulls, which no export writes, is returned
-    unchanged.
+    A batch with nulls, which no export writes, is returned unchanged.
     """
     lists = batch.column("prefixes")  # one list of prefixes for each sample
     if lists.type == pa.list_(prefix_type) or lists.null_count or lists.values.null_count:
         return batch
     prefixes = lists.flatten()
-    new_names = {field.name for field in prefix_type} - {field.name for field in (*prefixes.type, *OLD_PREFIX)}
-    columns = [
-        pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes))
-        if field.name in new_names
-        else prefixes.field(field.name)  # raises a KeyError if even an old field is missing
-        for field in prefix_type
-    ]
+    names = {field.name for field in (*prefixes.type, *OLD_PREFIX)}
+    columns = []
+    for field in prefix_type:
+        if field.name in names:
+            columns.append(prefixes.field(field.name))  # raises a KeyError if an old field is missing
+        else:
+            columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))
     # If the batch is a slice, its offsets do not begin at 0, but those of the flattened prefixes do.
     offsets = pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
     structs = pa.StructArray.from_arrays(columns, fields=list(prefix_type))

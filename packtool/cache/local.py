@@ -262,10 +262,7 @@ class LocalCopies:
         return cls(options.cache_dir or default_cache_dir(), options.cache_dir_size, verify=options.verify_cache)
 
     def check(self, path: str, fingerprint: str, sha256: str) -> bytes | None:
-        """Verify a file of a cache, unless a note says that it was verified; return the checksums of its blocks.
-
-        None with ``--verify-cache never``, which reads nothing.
-        """
+        """Verify a file unless a note says that it was verified; return checksums of its blocks, None for "never"."""
         if self.verify == "never":
             return None
         since = self.begun if self.verify == "always" else None
@@ -326,10 +323,11 @@ class LocalCopies:
             while not _is_there(copy, size):
                 os.makedirs(os.path.dirname(copy), exist_ok=True)
                 with locked(unfinished) as file:
-                    is_current = _is_at(file, unfinished)  # not renamed or removed while this process waited
-                    if is_current and _is_there(copy, size):  # fetched by another process before the file was created
+                    if not _has_path(file, unfinished):  # renamed or removed while this process waited: look again
+                        continue
+                    if _is_there(copy, size):  # another process fetched it before this one created the file
                         os.remove(unfinished)
-                    elif is_current:
+                    else:
                         self._fetch(path, copy, file, size, sha256)
             with suppress(FileNotFoundError):
                 os.utime(copy)  # its time of modification is the time of its last use
@@ -365,22 +363,12 @@ class LocalCopies:
             raise
 
     def _reserve(self, file: BinaryIO, size: int) -> None:
-        """Extend the unfinished copy ``file`` to ``size`` bytes, after removing copies of unused caches if necessary.
+        """Extend the unfinished copy ``file`` to ``size`` bytes, which other processes count as used.
 
-        The least recently used copies are removed first. Raises a StorageError if the disk is still too full.
+        Makes room if necessary; raises a StorageError if the disk is still too full.
         """
         with locked(os.path.join(self.directory, _LOCK_NAME)):
-            copies = self._copies()
-            bytes_to_free = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
-            if self.limit is not None:
-                used_bytes = sum(state.st_size for _, state in copies)
-                bytes_to_free = max(bytes_to_free, used_bytes + size - self.limit)
-            for copy, state in copies:
-                if bytes_to_free <= 0:
-                    break
-                fingerprint = os.path.basename(os.path.dirname(copy))
-                if fingerprint not in self.caches_in_use and _remove(copy):
-                    bytes_to_free -= state.st_size
+            self._make_room(size)
             free = shutil.disk_usage(self.directory).free
             if size + _SPARE_BYTES > free:
                 raise StorageError(
@@ -388,8 +376,21 @@ class LocalCopies:
                     f"left, of which {_SPARE_BYTES / 1e9:,.2f} GB stay free",
                     "Give a --cache-dir on a larger disk, or free some space.",
                 )
-            # The file now has its final size, which other processes count: the space is reserved.
             file.truncate(size)
+
+    def _make_room(self, size: int) -> None:
+        """Remove copies of caches that are not in use, the least recently used first, until ``size`` more bytes fit."""
+        copies = self._copies()
+        bytes_to_free = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
+        if self.limit is not None:
+            used_bytes = sum(state.st_size for _, state in copies)
+            bytes_to_free = max(bytes_to_free, used_bytes + size - self.limit)
+        for copy, state in copies:
+            if bytes_to_free <= 0:
+                return
+            fingerprint = os.path.basename(os.path.dirname(copy))
+            if fingerprint not in self.caches_in_use and _remove(copy):
+                bytes_to_free -= state.st_size
 
     def _copies(self) -> list[tuple[str, os.stat_result]]:
         """Return path and status of all copies, finished and unfinished, the least recently used first."""
@@ -420,8 +421,8 @@ def _is_there(path: str, size: int) -> bool:
         return False
 
 
-def _is_at(file: BinaryIO, path: str) -> bool:
-    """Return whether an open file still has its path: the lock's last holder may have moved or removed it."""
+def _has_path(file: BinaryIO, path: str) -> bool:
+    """Return whether an open file still has a path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

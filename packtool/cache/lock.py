@@ -127,11 +127,9 @@ def holders(directory: str) -> dict[str, Holder]:
 
 
 def refuse_if_busy(directory: str, *, is_part: bool = False, own: str = "") -> None:
-    """Raise a MismatchError if another run writes to a directory.
+    """Raise a MismatchError if another run writes to a directory, unless both are parts of a job array.
 
-    Args:
-        is_part: this run is a part of a job array; other parts may write at the same time.
-        own: file name of this run's lock, which is ignored.
+    ``own``: file name of this run's lock, which is ignored.
     """
     for name, holder in holders(directory).items():
         if name != own and holder.is_live and not (is_part and holder.part):
@@ -171,10 +169,7 @@ class DirectoryLock:
         return partial(_is_held, self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
-        """Take the lock and start the thread that renews it.
-
-        Raises a MismatchError if another run holds a lock, unless both runs are parts of a job array.
-        """
+        """Take the lock and start the thread that renews it; raise a MismatchError if the directory is busy."""
         is_part = bool(self._holder.part)
         storage.make_directory(self._directory)
         try:

@@ -30,7 +30,7 @@ from packtool.rows.sample import Dropped
 T = TypeVar("T")
 
 _MAX_NUMBER = 2**62  # more than any count of tokens or bytes, and still an int64
-_MAX_SHOWN = 60
+_MAX_SHOWN, _MAX_SHOWN_VERSION = 60, 20  # characters of a value in a message
 _type_hints = cache(partial(get_type_hints, include_extras=True))
 
 
@@ -342,15 +342,16 @@ class Manifest(InputCounts):
         try:
             raw = load_json(data)
             version = raw["identity"]["format_version"]
-            if version == FORMAT_VERSION:
-                manifest = build(cls, raw)
-                _check_values(manifest)
-                return manifest
+            if version != FORMAT_VERSION:
+                shown_version = str(version)[:_MAX_SHOWN_VERSION]
+                message = f"{directory} has cache format {shown_version}, this packtool reads format {FORMAT_VERSION}"
+                raise MismatchError(message, "Export it again.")
+            manifest = build(cls, raw)
+            _check_values(manifest)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             detail = str(error) if isinstance(error, ManifestError) else repr(error)
             raise MismatchError(f"{path} is broken: {detail}", "Copy the cache again, or export it again.") from error
-        message = f"{directory} has cache format {str(version)[:20]}, this packtool reads format {FORMAT_VERSION}"
-        raise MismatchError(message, "Export it again.")
+        return manifest
 
 
 def _no_cache_error(directory: str) -> MismatchError:

@@ -91,10 +91,7 @@ def _read_manifest(directory: str) -> Manifest | None:
 
 
 def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of this export's finished cache, or None; raise a MismatchError if it has other settings.
-
-    Left-over files of an export that was killed at its end are removed.
-    """
+    """Return the manifest of this export's finished cache, or None; raise a MismatchError if it has other settings."""
     manifest = find_same(directory, identity, specs)
     if manifest is not None:
         for split in manifest.splits:
@@ -106,10 +103,7 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
 
 
 def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of this export's cache, damaged or not, or None if the directory holds no cache.
-
-    Raises a MismatchError if its settings or source files differ from ``identity`` and ``specs``, those of this export.
-    """
+    """Return the manifest of the cache, even a damaged one, or None; raise a MismatchError if it has other settings."""
     manifest = _read_manifest(directory)
     if manifest is None:
         return None
@@ -173,11 +167,8 @@ def export_id(state: bytes) -> str:
 def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
     """Create the directories; return the results, by task number, that an interrupted run of this export has left.
 
-    Raises a MismatchError if the directory holds another unfinished export.
-
-    Args:
-        state: result of ``export_state`` for this export.
-        is_part: other parts of a job array may be working on the same export, so nothing is removed.
+    Raises a MismatchError for another unfinished export. Other parts of a job array may be working on the same export
+    (``is_part``), so a part removes nothing.
     """
     check_is_ours(directory)
     state_path = storage.join(directory, TASKS_DIR, _STATE_NAME)
@@ -212,10 +203,7 @@ def _other_export_error(directory: str, num_shards: int) -> MismatchError:
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
-    """Return the results, by task number, of an export's tasks that have a marker and whose files are all intact.
-
-    ``export``: result of ``export_id``.
-    """
+    """Return the results, by number, of tasks of ``export`` that have a marker and whose files are all intact."""
     results = []
     for name in filter(_is_marker, storage.list_names(storage.join(directory, TASKS_DIR))):
         try:
@@ -302,10 +290,7 @@ _HISTOGRAM_BINS = 64
 
 
 def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
-    """Return the manifest with the counts of all tasks; ``results`` are in the order of the tasks' numbers.
-
-    The checksums of indexes and prefixes are empty; ``publish_cache`` sets them.
-    """
+    """Return the manifest with the counts of all tasks; ``publish_cache`` adds checksums of indexes and prefixes."""
     split_names = sorted({name for result in results for name in result.splits})
     channels = dict.fromkeys(name for result in results for name in result.channels)  # in order of appearance
     max_length = int(identity.spec["max_length"])
@@ -366,11 +351,7 @@ def compare_rows(
 ) -> tuple[list[TaskResult], dict[str, int]]:
     """Compare the rows of all tasks; return the results without rows to drop, and the number of findings by kind.
 
-    Raises a DataError for ``--on-overlap fail``.
-
-    Args:
-        directory: of the tasks' files; None if they wrote none.
-        check_lock: raises a MismatchError if this run has lost the directory's lock.
+    ``directory``: of the tasks' files; None if they wrote none. Raises a DataError for ``--on-overlap fail``.
     """
     results = [replace(result, splits=dict(result.splits), drops=list(result.drops)) for result in results]
     parts = _index_parts(directory, results)
@@ -421,12 +402,7 @@ def _drop_rows(parts: Sequence[_IndexPart], drops: Sequence[tuple[int, Dropped]]
 def publish_cache(
     directory: str, manifest: Manifest, results: Sequence[TaskResult], check_lock: Callable[[], None], has_parts: bool
 ) -> None:
-    """Merge the tasks' files, write the manifest as the last file, and remove ``.tasks``.
-
-    Args:
-        check_lock: raises a MismatchError if this run has lost the directory's lock.
-        has_parts: rows may become several samples, so that shards have the columns ``PARTS``.
-    """
+    """Merge the tasks' files, write the manifest as the last file, and remove ``.tasks``."""
     splits = {}
     for split, info in manifest.splits.items():
         index_sha256 = _merge_index(directory, split, manifest.channels, results)
@@ -455,10 +431,7 @@ def _merge_index(directory: str, split: str, channels: Sequence[str], results: S
 
 
 def _merge_prefixes(directory: str, split: str, results: Sequence[TaskResult]) -> str:
-    """Write ``prefixes.arrow`` of a split from the tasks' parts; return its SHA-256.
-
-    Write nothing and return "" if a task was finished by an older packtool, which wrote no prefixes.
-    """
+    """Write ``prefixes.arrow`` and return its SHA-256; nothing and "" if a task of an older packtool wrote none."""
     if not all(result.splits[split].prefixes_sha256 for result in results if split in result.splits):
         return ""
     parts = _batches_of(directory, split, results, of_prefixes=True)
@@ -523,10 +496,7 @@ def _batches_of(
 
 
 def _has_intact_files(directory: str, result: TaskResult) -> bool:
-    """Return whether a task's parts of index, prefixes and drops are intact.
-
-    They are not written durably, so a local disk may lose them in a power failure; object stores lose nothing.
-    """
+    """Return whether a task's index, prefixes and drops are intact: local disks may lose them in a power failure."""
     if storage.is_remote(directory):
         return True
     files = [("dropped.jsonl", result.dropped_sha256)] if result.dropped_sha256 else []

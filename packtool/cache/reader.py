@@ -122,12 +122,8 @@ class CacheReader:
     ) -> CacheReader:
         """Open caches and check that they can be trained together; reads manifests and indexes, but no shards.
 
-        Args:
-            directories: of the caches; ``DIR/train`` is accepted for ``DIR``.
-            copies: where remote caches are copied to; by default the directory that the environment names.
-
-        Raises:
-            MismatchError: if one is unfinished, lacks the split or has another model or media limits than the first.
+        ``DIR/train`` is accepted for ``DIR``. Raises a MismatchError if a cache is unfinished, lacks the split, or has
+        another model or media limits than the first.
         """
         roots = [_root(directory) for directory in directories]
         manifests = [Manifest.read(root) for root in roots]
@@ -162,10 +158,6 @@ class CacheReader:
         """Return a sample; its arrays are views of the mapped file and must not be written to.
 
         A sample with local media files also has the hashes of its prefixes, by which a changed file can be noticed.
-
-        Raises:
-            MismatchError: if its shard is damaged, naming the shard and the sample's row there.
-            StorageError: if a shard of a remote cache cannot be fetched.
         """
         cache, position_in_cache = self.cache_of(position)
         row = int(self._row_in_shard[position])

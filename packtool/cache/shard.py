@@ -181,11 +181,7 @@ IndexColumns = dict[str, npt.NDArray[np.integer[Any]]]
 
 
 class ShardWriter:
-    """A shard that is written in batches of samples and appears under its path on ``close``.
-
-    Args:
-        has_parts: rows may become several samples, so the shard has the columns ``PARTS``.
-    """
+    """A shard that is written in batches of samples and appears under its path on ``close``."""
 
     def __init__(self, path: str, has_parts: bool = False) -> None:
         self._file = AtomicFile(path)
@@ -257,12 +253,9 @@ def _targets_of(samples: Sequence[EncodedSample]) -> npt.NDArray[np.int32]:
 def index_columns(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
 ) -> IndexColumns:
-    """Return the index columns of S consecutive samples of a shard, (S,) each.
+    """Return the index columns of S consecutive samples of a shard, (S,) each; ``first_row``: row of the first one.
 
-    Args:
-        shard: number of the shard.
-        first_row: row of the first sample in the shard.
-        channel_codes: number of each channel by name. New channels are added to it here, with the next number.
+    ``channel_codes``: number of each channel by name, to which new channels are added.
     """
     num_samples = len(samples)
     return {
@@ -299,14 +292,9 @@ _GROUP_BYTES = 64 << 20
 def embed_media(
     rows: Sequence[list[EncodedSample]], policies: Mapping[str, MediaPolicy], drop: Callable[[Dropped], None]
 ) -> Iterator[list[list[EncodedSample]]]:
-    """Read the media files of samples and yield the samples with their bytes, in groups of rows.
+    """Read the media files of samples and yield the rows with their bytes, in groups of about 64 MiB.
 
-    A group ends when its media exceed 64 MiB. The paths of media are kept for messages, without secrets.
-
-    Args:
-        rows: samples of each row.
-        policies: media access policy of each source, by the source's label.
-        drop: called for each row with a medium that cannot be read any more; the row is left out.
+    ``drop`` is called for each row with a medium that cannot be read, which is left out.
     """
     group: list[list[EncodedSample]] = []
     num_bytes = 0  # of the media in the group

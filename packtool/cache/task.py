@@ -198,15 +198,14 @@ def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Repor
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, settings, encoder.media_tokens, embed=embeds)
     splits = _split_of_each_row(task)
-    # URLs may hold secrets only if media are embedded, because the cache then has masked URLs.
+    # Embedded media have masked URLs in the cache; other URLs must not hold secrets.
     samples_by_source = (samples_of(source, blocks, may_hold_secrets=embeds) for source, blocks in task.row_blocks)
     rows = chain.from_iterable(samples_by_source)
     try:
         while batch := tuple(islice(rows, BATCH_ROWS)):
             num_dropped_before = outputs.num_dropped
             rows_of_split = _encode_batch(batch, splits, encoder, outputs)
-            kept_rows = chain(*rows_of_split.values())
-            num_tokens = sum(sample.length for row in kept_rows for sample in row)
+            num_tokens = sum(sample.length for row in chain(*rows_of_split.values()) for sample in row)
             outputs.count_rows(batch)
             outputs.write(rows_of_split)
             report(len(batch), outputs.num_dropped - num_dropped_before, num_tokens)
@@ -304,10 +303,7 @@ class _Outputs:
             self._writers[split].write(samples)
 
     def commit(self) -> TaskResult:
-        """Publish the files, and last the marker, by which the task counts as finished; return the complete result.
-
-        Raises a MismatchError if the directory's lock was lost.
-        """
+        """Publish the files, the marker last; return the complete result. MismatchError if the lock was lost."""
         result = self.result
         result.channels = list(self._channel_codes)  # in the order of their codes
         directory = self._directory
@@ -424,21 +420,22 @@ def _rows_of_tasks(
         blocks_by_source = [(item.source, item.blocks) for item in sources if len(item.blocks)]
         for row_blocks in _divide(blocks_by_source, shard_rows):
             if split == VAL_SPLIT:  # rows of --val-dataset
-                yield row_blocks, (), (VAL_SPLIT,)
+                yield row_blocks, (), (VAL_SPLIT,)  # without a train shard, positions are not needed
                 continue
             end_row = first_row + sum(blocks.num_rows for _, blocks in row_blocks)
             low, high = np.searchsorted(val_rows, (first_row, end_row))  # val_rows[low:high] are rows of this task
             positions = tuple((val_rows[low:high] - first_row).tolist())
-            yield row_blocks, positions, (TRAIN_SPLIT, VAL_SPLIT) if positions else (TRAIN_SPLIT,)
+            splits = (TRAIN_SPLIT, VAL_SPLIT) if positions else (TRAIN_SPLIT,)
+            yield row_blocks, positions, splits
             first_row = end_row
 
 
 def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[SourceBlocks]:
     """Divide the blocks of all sources, in order, into tasks of at least ``shard_rows`` rows; the last may have fewer.
 
-    A block is never divided. A task continues in the next source if one is too small.
+    A block is never divided. A task has blocks of several sources if they are small.
     """
-    row_blocks: list[tuple[Source, RowBlocks]] = []  # of the unfinished task, without the source of this iteration
+    row_blocks: list[tuple[Source, RowBlocks]] = []  # of the unfinished task, from earlier sources
     num_rows = 0  # of the unfinished task
     for source, blocks in sources:
         if num_rows + blocks.num_rows < shard_rows:  # fast path for thousands of small files

@@ -80,11 +80,9 @@ class Pack:
 
     @property
     def labels(self) -> IntArray:
-        """Labels, int32 (L,), not shifted: the token itself if it is a target, otherwise -100.
-
-        The first token of each sample is never a target, because no token of the sample predicts it.
-        """
+        """Labels, int32 (L,), not shifted: the token itself if it is a target, otherwise -100."""
         labels = np.concatenate([sample.labels for sample in self.samples])
+        # No token of a sample predicts its first token.
         labels[self.cu_seqlens[:-1]] = IGNORE_INDEX
         return labels
 
@@ -147,27 +145,29 @@ _MEGATRON_GROUP_SIZE = 500
 
 
 def _megatron_row(pack: Pack) -> dict[str, Any]:
-    """Return a pack as a row that NeMo and Megatron Bridge read: tokens, loss mask and starts of samples.
-
-    As in their files, the mask is shifted: it is 1 where the *next* token of the same sample is a target. Their readers
-    drop the last token of each sample, begin positions at 0 in each sample, and support neither media nor loss weights.
-    Raises a ConfigError for a sample with loss weights other than 0 and 1.
-    """
+    """Return a pack as NeMo and Megatron Bridge read it; the mask is 1 where the *next* token is a target."""
     for sample in pack.samples:
-        scale = np.ones(0) if sample.loss_scale is None else sample.loss_scale[sample.labels != IGNORE_INDEX]
-        unsupported = np.unique(scale[(scale != 0) & (scale != 1)])
-        if len(unsupported):
-            raise ConfigError(
-                f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
-                f"{sample.source} has {unsupported[0]:g}",
-                "Export with a --loss-scale without weights, or choose another --format.",
-            )
-    is_target = pack.labels != IGNORE_INDEX  # False for the first token of each sample
+        _check_weights(sample)
+    is_target = pack.labels != IGNORE_INDEX  # never the first token of a sample
     weights = pack.loss_scale
     if weights is not None:
         is_target &= weights != 0
     loss_mask = np.append(is_target[1:], False).astype(np.uint8)
     return {"input_ids": pack.input_ids, "loss_mask": loss_mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
+
+
+def _check_weights(sample: EncodedSample) -> None:
+    """Raise a ConfigError if a target has a loss weight other than 0 and 1."""
+    if sample.loss_scale is None:
+        return
+    weights = sample.loss_scale[sample.labels != IGNORE_INDEX]
+    unsupported = np.unique(weights[(weights != 0) & (weights != 1)])
+    if len(unsupported):
+        raise ConfigError(
+            f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
+            f"{sample.source} has {unsupported[0]:g}",
+            "Export with a --loss-scale without weights, or choose another --format.",
+        )
 
 
 def _write_table(
@@ -190,13 +190,9 @@ def _write_table(
 
 
 def _write_tar(file: AtomicFile, packs: Iterable[Pack]) -> bytes:
-    """Write a tar file that contains, for each pack, a JSON document and the files of its embedded media.
+    """Write a tar file with a JSON document and the embedded media files of each pack, named as in WebDataset.
 
-    As in WebDataset, files of one pack have the same name up to the first dot: ``000000007.json``,
-    ``000000007.image0.jpg``. The document refers to a media file by the part of its name after the first dot.
-
-    Returns:
-        the index that Megatron Energon reads: offsets of the packs and of the end in the tar file, uint64 each.
+    Returns the index that Megatron Energon reads: offsets of the packs and of the end in the tar file, uint64 each.
     """
     target: Any = file
     # Mode "w|" never seeks, as object stores require.
@@ -457,24 +453,25 @@ def _read_packs(job: _FileJob, reader: CacheReader, spec: InputSpec) -> Iterator
 
 
 def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
-    """Yield samples with the bytes of their media.
-
-    Raises a MediaError for files that are no media, because a cache from elsewhere could name any file of this machine.
-    """
+    """Yield samples with the bytes of their media; raise a MediaError if a file is missing or is not a media file."""
     policy = policy_for_cache(config)
     policies = {sample.source: policy for sample in samples}
     rows = [[sample] for sample in samples]  # one sample in each row
     for group in embed_media(rows, policies, drop=_refuse):
-        for sample in chain.from_iterable(group):
-            for medium in sample.media:
-                for path, data in files_of(medium):
-                    if data is not None and not is_media(data):
-                        raise MediaError(
-                            f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or "
-                            "audio file, so it is not copied into the packs",
-                            "Use --media reference, which copies no media.",
-                        )
+        for (sample,) in group:
+            _check_media_files(sample)
             yield sample
+
+
+def _check_media_files(sample: EncodedSample) -> None:
+    """Raise a MediaError for other files: a cache from elsewhere could name any file of this machine."""
+    for path, data in chain.from_iterable(map(files_of, sample.media)):
+        if data is not None and not is_media(data):
+            raise MediaError(
+                f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or audio file, so "
+                "it is not copied into the packs",
+                "Use --media reference, which copies no media.",
+            )
 
 
 def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:

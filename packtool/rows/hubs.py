@@ -32,15 +32,10 @@ def hub_id(name: str) -> str | None:
 
 
 def hub_files(name: str, subset: str | None = None, split: str | None = None, folder: str | None = None) -> list[str]:
-    """Return the Arrow files of a Hugging Face dataset, downloaded if they are not in the local cache.
+    """Return the Arrow files of a Hugging Face dataset, downloaded if necessary; DataError if that is impossible.
 
-    Args:
-        name: id, perhaps with ``:subset`` and ``:split``, or a folder with a copy of the dataset.
-        subset, split: used if ``name`` has none; None for the default subset and for ``train``.
-        folder: sub-directory of the dataset to read.
-
-    Raises:
-        DataError: the dataset does not exist, or the hub cannot be reached.
+    ``name``: id, perhaps with ``:subset`` and ``:split``, or a folder with a copy of the dataset; ``folder``:
+    sub-directory of the dataset to read.
     """
     import datasets  # here, because it takes a second and most exports do not need it
 

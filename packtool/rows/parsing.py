@@ -33,10 +33,7 @@ class JsonProblem(Problem):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text in UTF-8.
-
-    JsonProblem also if it is nested more than 100 levels deep, or has a duplicate key or an unpaired surrogate.
-    """
+    """Parse JSON in UTF-8; raise a JsonProblem for duplicate keys, unpaired surrogates, and over 100 levels, too."""
     if isinstance(text, bytes):
         try:
             text = text.decode()

@@ -22,9 +22,9 @@ _UNCHECKED_TOKENS = (
 
 
 def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list[str]:
-    """Describe how sources of tokenized rows are read: one line for all sources with the same description.
+    """Describe how sources of tokenized rows are read, with one line for all sources with the same description.
 
-    With ``takes_tokens`` (``packtool import``), sources of rows without tokens are described, too.
+    With ``takes_tokens`` (``packtool import``), other sources are described, too.
     """
     labels_by_description: dict[str, list[str]] = {}
     for item in scanned:

@@ -238,11 +238,9 @@ class RowBlocks(Sequence[RowBlock]):
         return self._columns[:, 3]
 
     def picked(self, counts: np.ndarray, picks: np.ndarray) -> RowBlocks:
-        """Return the blocks with only the selected rows, without blocks that have none.
+        """Return the blocks, without empty ones, with only some rows: ``counts`` of each block, int64 (blocks,).
 
-        Args:
-            counts: number of selected rows of each block, int64 (number of blocks,).
-            picks: concatenated positions of the selected rows in their blocks, (sum of counts,).
+        ``picks``: positions of the rows in their blocks, concatenated, (sum of counts,).
         """
         columns = self._columns.copy()
         columns[:, 3] = counts
@@ -317,11 +315,10 @@ _MAX_HYPERGEOMETRIC = 10**9
 
 
 def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
-    """Draw ``num_rows`` rows from all sources together, uniformly and without replacement; return each source's blocks.
+    """Draw ``num_rows`` rows from all sources together, without replacement; return each source's blocks.
 
-    If ``num_rows`` exceeds the number of existing rows, each row is used ``num_rows // existing`` times, and only the
-    remainder is drawn. The draw depends only on the seed and the blocks. Memory is a few bytes per block and two bytes
-    per drawn row.
+    If there are fewer rows, all are used ``num_rows // existing`` times, and only the remainder is drawn. The draw
+    depends only on the seed and the blocks.
     """
     rng = np.random.default_rng(seed)
     block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])  # rows of each block, int64 (blocks,)

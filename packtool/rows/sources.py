@@ -198,11 +198,6 @@ def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSp
     end, ``#1000``, ``#20%`` or ``#2.5x`` draws that number, fraction or multiple of its rows, and ``#first1000`` or
     ``#first20%`` takes the first ones, unless a file has exactly this name. Folders and patterns skip
     ``config.output_dir``, caches and training runs.
-
-    Raises:
-        ConfigError: ``--dataset-info``, ``--columns`` or ``--prompt-format`` is invalid.
-        DataError: an argument does not exist, or has no files of rows.
-        StorageError: a store cannot be read.
     """
     info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False) if config.dataset_info else None
     common = _common_spec(config)

@@ -41,10 +41,7 @@ def read_head(file: HashedFile) -> bytes:
 
 
 def find_lines(file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of at most ``BLOCK_ROWS`` lines and about ``CHUNK_BYTES``.
-
-    A line above ``max_bytes`` is not kept in memory and becomes a block of its own. Line numbers count blank lines.
-    """
+    """Yield blocks of at most ``BLOCK_ROWS`` lines, numbered with blank ones; a line above ``max_bytes`` is a block."""
     start = first_row = 0  # byte offset and line number at which the next block begins
     for chunk in _chunks_of_lines(file, max_bytes):
         if isinstance(chunk, int):  # the size of a line that is too long
@@ -152,10 +149,9 @@ _Record = tuple[int, list[str] | str]
 
 
 def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
-    """Return the column names of a csv or tsv file, and its blocks: ``BLOCK_ROWS`` records or about ``CHUNK_BYTES``.
+    """Return the column names of a csv or tsv file, and blocks of its records; DataError if the header is invalid.
 
     An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
-    DataError if the header is invalid or names a column twice.
     """
     lines = _lines_of_chunks(_chunks_of_lines(file, max_bytes))
     records = _records(lines, kind, max_bytes)
@@ -255,12 +251,7 @@ def _records(lines: Iterable[LinesOrSize], kind: str, max_bytes: int) -> Iterato
 
 
 class _LineFeed(Iterator[str]):
-    """Input of ``csv.reader``: lines as latin-1.
-
-    Attributes:
-        record: lines of the current record so far; the user of the class clears it after each record.
-        ended_in_record: whether the lines ended within a record.
-    """
+    """Input of ``csv.reader``: lines as latin-1; the user clears ``record``, the current lines, after each record."""
 
     def __init__(self, lines: Iterable[LinesOrSize], max_bytes: int) -> None:
         self._lines, self._pushed_back, self._max_bytes = iter(lines), deque[LinesOrSize](), max_bytes
@@ -302,10 +293,9 @@ _BRACKETS, _IN_STRINGS, _AFTER_ELEMENT = re.compile(r'[\[\]{}"]'), re.compile(r'
 
 
 def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of at most ``BLOCK_ROWS`` elements of a JSON array and about ``CHUNK_BYTES``.
+    """Yield blocks of elements of a JSON array; an element above ``max_bytes`` is not kept in memory.
 
-    An element above ``max_bytes`` is not kept in memory and becomes a block of its own. DataError, with the row, if
-    the file is not an array or the array is invalid.
+    Raises a DataError with the row if the file is not an array or the array is invalid.
     """
     text = _JsonText(path, file, max_bytes)
     text.skip_space()
@@ -408,10 +398,7 @@ class _JsonText:
         return position, separator
 
     def skip_element(self, row: int) -> None:
-        """Move past one element, even if it is nested too deep, too large or has too many digits for the parser.
-
-        DataError with ``row`` if the element is invalid.
-        """
+        """Move past one element, however large or deeply nested; DataError with ``row`` if it is invalid."""
         num_bytes = CHUNK_BYTES  # to read next
         while True:
             try:

@@ -163,28 +163,30 @@ class LocalWriter:
             return state
 
     def commit_new(self) -> bool:
-        """Move the file to its final path if that does not exist; return False if it exists.
-
-        This is atomic on file systems with hard links.
-        """
+        """Move the file to its final path unless that exists, atomically with hard links; return whether it moved."""
         try:
             with self._discarded_on_failure():
                 self._finish()
-                try:
-                    os.link(self._temporary, self._path)
-                except FileExistsError:
-                    return False
-                except FileNotFoundError:  # another process has finished, and removed all temporary files
-                    return False
-                except OSError:  # the file system has no hard links
-                    try:
-                        with open(self._temporary, "rb") as written, open(self._path, "xb") as file:
-                            shutil.copyfileobj(written, file)
-                    except FileExistsError:
-                        return False
-                return True
+                return self._link_or_copy()
         finally:
             _remove_if_possible(self._temporary)
+
+    def _link_or_copy(self) -> bool:
+        try:
+            os.link(self._temporary, self._path)
+        except (FileExistsError, FileNotFoundError):  # not found: another process removed all temporary files
+            return False
+        except OSError:  # the file system has no hard links
+            return self._copy()
+        return True
+
+    def _copy(self) -> bool:
+        try:
+            with open(self._temporary, "rb") as written, open(self._path, "xb") as file:
+                shutil.copyfileobj(written, file)
+        except FileExistsError:
+            return False
+        return True
 
     def _finish(self, durable: bool = True) -> FileState:
         """Close the temporary file; return its size and version."""

@@ -135,9 +135,7 @@ def result_of(path: str, operation: str, work: Coroutine[Any, Any, T] | Request[
 async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, retries: int | None = None) -> T:
     """Make a request, and retry it if it fails for a temporary reason, as ``packtool.storage.options`` describes.
 
-    Args:
-        num_bytes: number of bytes that the request transfers, for its time limit.
-        retries: attempts after the first; None for the number in the options.
+    ``num_bytes``: bytes that it transfers, for its time limit. ``retries``: None for the number in the options.
     """
     settings = options()
     retries = settings.retries if retries is None else retries

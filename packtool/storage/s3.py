@@ -207,20 +207,18 @@ _NO_CHECKSUMS = {"request_checksum_calculation": "when_required", "response_chec
 
 
 def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]:
-    """Return the arguments of the client for ``s3`` or ``oss``; botocore reads the credentials of S3 itself.
-
-    Raises a StorageError if the endpoint or the credentials of OSS are not set.
-    """
+    """Return the arguments of the client for ``s3`` or ``oss``; raise a StorageError if settings of OSS are missing."""
     config: dict[str, Any] = {
         "connect_timeout": min(settings.timeout, 10.0),
         "read_timeout": settings.timeout,
-        "retries": {"total_max_attempts": 1, "mode": "standard"},  # none, because ``with_retries`` retries
+        "retries": {"total_max_attempts": 1, "mode": "standard"},  # ``with_retries`` retries instead
         "max_pool_connections": _MAX_CONNECTIONS,
     }
     if scheme == "oss":
-        region = {"region_name": settings.oss_region} if settings.oss_region else {}
-        own_config = {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4", **region}
-        return _oss_credentials(settings) | {"config": config | _NO_CHECKSUMS | own_config}
+        config |= _NO_CHECKSUMS | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
+        if settings.oss_region:
+            config["region_name"] = settings.oss_region
+        return {**_oss_credentials(settings), "config": config}
     if settings.s3_endpoint:
         if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
             config |= _NO_CHECKSUMS

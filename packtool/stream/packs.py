@@ -158,11 +158,7 @@ class StreamOptions(PackOptions, IntervalOptions):
 
 @dataclass(frozen=True, eq=False)
 class StreamedPack:
-    """A pack of a stream.
-
-    Args:
-        state: state of the stream after this pack; a stream resumed from it continues with the next pack.
-    """
+    """A pack of a stream, and the ``state`` from which a stream continues with the next pack."""
 
     samples: list[EncodedSample]
     state: StreamState
@@ -306,10 +302,7 @@ class PackStream:
         return buffer.pop()
 
     def _samples(self) -> Iterator[EncodedSample]:
-        """Yield the samples of this rank in the order of their rows, from the current position on.
-
-        Updates the position: ``_position``, ``_num_read`` and ``_ended``.
-        """
+        """Yield the rank's samples in the order of their rows from the current position on, and update the position."""
         if self._ended:
             return
         num_to_skip = self._num_read  # samples of the first block that were read before the stream was resumed

@@ -85,13 +85,10 @@ def blocks_of_rank(
     """Yield one rank's blocks of up to 64 rows: every ``world_size``-th block of all files, ``num_epochs`` times.
 
     With shuffling, each epoch reads the files in a different order, up to eight at the same time. Blocks are drawn from
-    these in proportion to the file sizes, so that the files end at about the same time. Without shuffling, files are
-    read one by one.
+    these in proportion to the file sizes, so that the files end at about the same time.
 
-    Cost: every rank scans all files for row ends (about 400 MB/s), but reads and parses only its own blocks.
-
-    Args:
-        start: position of the block to begin with, from an earlier run with the same arguments; None for the beginning.
+    Every rank scans all files for row ends (about 400 MB/s), but parses only its own blocks. ``start``: position of the
+    block to begin with, from an earlier run with the same arguments.
     """
     position = start or StreamPosition.before_epoch(0, num_blocks=0)
     for epoch in range(position.epoch, num_epochs):
@@ -135,12 +132,7 @@ def _blocks_of_epoch(
 
 
 class _OpenFiles:
-    """The open files of an epoch.
-
-    Args:
-        specs: all files in the order of the epoch.
-        start: position to start from; its files are opened, and their blocks before it skipped.
-    """
+    """The open files of an epoch, from position ``start`` on; ``specs``: all files in the order of the epoch."""
 
     def __init__(self, specs: Sequence[SourceSpec], max_open: int, start: StreamPosition) -> None:
         self._specs, self._max_open, self.num_opened = specs, max_open, start.opened
@@ -198,12 +190,7 @@ class _OpenFiles:
 def encoded_blocks(
     blocks: Iterator[StreamBlock], spec: EncodeSpec, *, num_proc: int, num_ahead: int
 ) -> Iterator[EncodedBlock]:
-    """Encode blocks in worker processes and yield the results in the order of the blocks.
-
-    Args:
-        num_proc: number of worker processes, which does not affect the result.
-        num_ahead: maximum number of blocks that are encoded ahead of the block that the caller has.
-    """
+    """Encode blocks in worker processes, up to ``num_ahead`` ahead of the caller; yield the results in order."""
     advice = "To resume from the latest checkpoint, if there is one, pass --resume-from-checkpoint true"
     with WorkerPool[StreamBlock, EncodedBlock](num_proc, _make_encode, spec) as pool:
         try:
@@ -216,10 +203,7 @@ def encoded_blocks(
 
 
 def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], EncodedBlock]:
-    """Load tokenizer and template in a worker process, and return the function that encodes a block.
-
-    The worker pool requires the parameter ``report``, but encoding reports no progress.
-    """
+    """Load tokenizer and template in a worker process, and return the function that encodes a block."""
     encoder = worker_encoder(spec)
 
     def encode(stream_block: StreamBlock) -> EncodedBlock:
