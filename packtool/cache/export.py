@@ -393,7 +393,7 @@ class _Export:
             for result in self.executor.run(unfinished, settings, self.encoder, report):
                 results[result.number] = result
         except StoreDownError as error:
-            if settings.directory is None:
+            if settings.directory is None:  # a dry run has no shards to resume after
                 raise
             raise error.with_resume_advice("Finished shards are kept: run the same command again to resume.") from error
         self.progress.finish()

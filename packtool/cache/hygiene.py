@@ -107,8 +107,7 @@ class HeldOut:
 
 def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding, progress: Progress) -> HeldOut:
     """Read and hash the questions of ``--check-against``, of any length; raise a DataError if none can be encoded."""
-    spec = replace(config.encode_spec, max_length=_NO_MAX_LENGTH, min_length=0, expand_turns="false")
-    encoder = Encoder(spec, files, media)
+    encoder = _question_encoder(config, files, media)
     questions: list[dict[str, Any]] = []
     prompts: dict[int, int] = {}  # number of the first question with this hash
     texts: dict[str, tuple[int, Hashes]] = {}  # number and n-grams of the first question with this text
@@ -128,6 +127,11 @@ def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding,
     if not questions:
         raise DataError(f"--check-against {' '.join(config.check_against)}: there is no question", code="D004")
     return _join_hashes(prompts, list(texts.values()), questions)
+
+
+def _question_encoder(config: ExportConfig, files: ModelFiles, media: MediaEncoding) -> Encoder:
+    spec = replace(config.encode_spec, max_length=_NO_MAX_LENGTH, min_length=0, expand_turns="false")
+    return Encoder(spec, files, media)
 
 
 def _join_hashes(
@@ -199,24 +203,31 @@ def hash_columns(
     rows: Sequence[list[EncodedSample]], split: str, tokens: MediaTokens, held_out: HeldOut | None
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each."""
-    hashes = [_hash_row(row, tokens) for row in rows]
-    prompts = np.array([prompt for prompt, _ in hashes], np.uint64)
-    questions = np.full(len(rows), -1, np.int32)
-    if held_out is not None and rows:
-        questions = held_out.match(rows, prompts)
-    columns_of_rows: dict[str, npt.NDArray[Any]] = {
-        "content": np.array([content for _, content in hashes], np.uint64),
-        "prompt": prompts,
-        "is_val": np.full(len(rows), split == VAL_SPLIT),
-        "source": np.array([row[0].source for row in rows], object),
-        "row": np.array([row[0].row for row in rows], np.int64),
-        "question": questions,
-    }
+    columns_of_rows = _row_columns(rows, tokens, held_out)
+    columns_of_rows["is_val"] = np.full(len(rows), split == VAL_SPLIT)
     num_samples = [len(row) for row in rows]
     columns = {name: np.repeat(column, num_samples) for name, column in columns_of_rows.items()}
     columns["is_first"] = np.array([i == 0 for row in rows for i in range(len(row))], bool)
     columns["truncated"] = np.array([sample.num_truncated for row in rows for sample in row], np.int32)
     return columns
+
+
+def _row_columns(
+    rows: Sequence[list[EncodedSample]], tokens: MediaTokens, held_out: HeldOut | None
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns ``_ROW_FIELDS`` of R rows, (R,) each, without ``is_val``."""
+    hashes = [_hash_row(row, tokens) for row in rows]
+    prompts = np.array([prompt for prompt, _ in hashes], np.uint64)
+    questions = np.full(len(rows), -1, np.int32)
+    if held_out is not None and rows:
+        questions = held_out.match(rows, prompts)
+    return {
+        "content": np.array([content for _, content in hashes], np.uint64),
+        "prompt": prompts,
+        "source": np.array([row[0].source for row in rows], object),
+        "row": np.array([row[0].row for row in rows], np.int64),
+        "question": questions,
+    }
 
 
 def _hash_row(samples: Sequence[EncodedSample], tokens: MediaTokens) -> tuple[int, int]:
@@ -310,12 +321,10 @@ def compare(
     rows, sources = _rows_of(index)
     related = _related_rows(rows)
     questions = held_out.questions if held_out else []
-    num_found = {f"{kind}s": int(np.count_nonzero(numbers >= 0)) for kind, numbers in related.items()}
-    counts = {kinds: num for kinds, num in num_found.items() if num}
+    counts = _count_findings(related)
     lines = [json.dumps({"counts": counts}) + "\n"]
     drops: list[tuple[int, Dropped]] = []
-    dropped_kinds = [_VAL, _HELD_OUT] if config.on_overlap == "drop" else []
-    dropped_kinds += ["duplicate"] if config.on_duplicates == "drop" else []
+    dropped_kinds = _dropped_kinds(config)
     has_finding = np.any([numbers >= 0 for numbers in related.values()], axis=0)
     for i in np.flatnonzero(has_finding).tolist():
         row = _place(rows, sources, i)
@@ -327,6 +336,17 @@ def compare(
         for kind, match in matches.items():
             lines.append(json.dumps({"kind": kind, **row, "of": match, "dropped": bool(reasons)}) + "\n")
     return counts, lines, drops
+
+
+def _count_findings(related: _Rows) -> dict[str, int]:
+    """Return the number of rows with each kind of finding, without kinds that no row has."""
+    counts = {f"{kind}s": int(np.count_nonzero(numbers >= 0)) for kind, numbers in related.items()}
+    return {kinds: count for kinds, count in counts.items() if count}
+
+
+def _dropped_kinds(config: ExportConfig) -> list[str]:
+    kinds = [_VAL, _HELD_OUT] if config.on_overlap == "drop" else []
+    return [*kinds, "duplicate"] if config.on_duplicates == "drop" else kinds
 
 
 def _matches(

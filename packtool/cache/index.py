@@ -46,13 +46,8 @@ def read_index(
 ) -> dict[str, IntArray]:
     """Read the index of a split of N samples; raise a MismatchError if it is damaged or not that of this cache.
 
-    Args:
-        copy: path of a local copy of the file, which is read instead.
-        is_checked: compare the file with its checksum.
-
-    Returns:
-        columns by name, (N,) each: int64 for ``patch_squares``, int32 for the others. ``UNKNOWN`` fills columns that an
-        older cache lacks.
+    Returns columns by name, (N,) each: int64 for ``patch_squares``, int32 for the others. ``UNKNOWN`` fills columns
+    that an older cache lacks. ``copy``: a local copy to read instead. ``is_checked``: compare it with its checksum.
     """
     path = storage.join(directory, split, INDEX_NAME)
     with _read_errors(path):
@@ -151,10 +146,7 @@ def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.
 def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
     """Read ``prefixes.arrow`` of N samples; raise a MismatchError if it is damaged or does not belong to the index.
 
-    Args:
-        sha256: expected checksum; None to skip its check.
-        lengths: tokens of each sample in the index, (N,).
-        copy: path of a local copy of the file, which is read instead.
+    ``sha256``: None to skip its check. ``lengths``: tokens of each sample, (N,). ``copy``: a local copy to read.
     """
     with _read_errors(path):
         table = _read_table(path, sha256, copy)

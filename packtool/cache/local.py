@@ -143,11 +143,7 @@ def digests_of(path: str) -> tuple[str, bytes]:
 
 
 class MappedBlocks:
-    """The blocks of a mapped file, each of which is compared with its checksum before its first use.
-
-    Args:
-        sums: CRC-32 of each block, from ``check_file``.
-    """
+    """The blocks of a mapped file; each is compared with its checksum in ``sums`` before its first use."""
 
     def __init__(self, path: str, data: pa.Buffer, sums: bytes, remedy: str | None = None) -> None:
         self._remedy = remedy or _COPY_AGAIN

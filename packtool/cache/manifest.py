@@ -50,9 +50,7 @@ class WrongValue(ManifestError):
 def build(cls: type[T], raw: object, path: str = "") -> T:
     """Build a dataclass from parsed JSON; raise a ManifestError for the first unknown, missing or wrong field.
 
-    Args:
-        raw: parsed JSON, with a value for each field, as in the result of ``dataclasses.asdict``.
-        path: where ``raw`` is in its file, for messages: ``splits.train.shards[3]``.
+    ``path``: where ``raw`` is in its file, for messages: ``splits.train.shards[3]``.
     """
     if not isinstance(raw, dict):
         raise WrongValue(path, raw, "an object")

@@ -125,10 +125,7 @@ def _part_fields(column: pa.ChunkedArray) -> npt.NDArray[np.integer[Any]]:
 
 
 def _source_of(name: str, sources: Sequence[SourceInfo]) -> tuple[str, str]:
-    """Return path and digest of the source that samples call ``name``, an absolute path or the end of one.
-
-    Both are ``name`` itself if the manifest lists no such source.
-    """
+    """Return path and digest of the source that samples call ``name``; both are ``name`` if the manifest lacks it."""
     tail = "/" + name.removeprefix("./").lstrip("/")
     same_path = [source for source in sources if source.path == name]
     same_end = [source for source in sources if source.path.endswith(tail)]

@@ -293,14 +293,10 @@ def _has_local_media(sample: EncodedSample) -> bool:
 
 
 class ShardFile:
-    """A shard, mapped into memory; a remote one is read into memory.
+    """A shard, mapped into memory; a remote one is read into memory. MismatchError if it or its rows are damaged.
 
-    Args:
-        sums: checksums of its blocks, which are compared when they are first read; None skips the check.
-        remedy: how to fix a damaged file, for errors; by default for a file of a local cache.
-
-    Raises:
-        MismatchError: if the file cannot be read; in methods, if rows are damaged, naming them.
+    ``sums``: checksums of its blocks, which are compared at the first read; None skips the check. ``remedy``: how to
+    fix a damaged file, for errors.
     """
 
     def __init__(self, path: str, sums: bytes | None = None, remedy: str | None = None) -> None:
@@ -496,11 +492,7 @@ def _identity_differences(first: Identity, other: Identity) -> list[str]:
 
 
 class RelabeledReader:
-    """A reader of samples whose target tokens are not those of the export.
-
-    Args:
-        choices: target tokens for each of its caches; None keeps the labels of the export.
-    """
+    """A reader of samples with other targets than the export's; ``choices``: of each cache, None keeps its labels."""
 
     def __init__(self, reader: CacheReader, choices: Sequence[TargetChoice | None]) -> None:
         self._reader, self._choices = reader, tuple(choices)

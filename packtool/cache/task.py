@@ -176,10 +176,7 @@ class TaskResult:
 
 
 def task_file(directory: str, number: int, suffix: str) -> str:
-    """Return the path of a task's file in ``.tasks``.
-
-    ``suffix``: ``json`` (marker), ``SPLIT.arrow`` (part of the index), ``SPLIT.prefixes.arrow`` or ``dropped.jsonl``.
-    """
+    """Return the path of a task's file in ``.tasks``; suffix ``json`` is the marker, ``SPLIT.arrow`` the index."""
     return storage.join(directory, TASKS_DIR, f"{number:05d}.{suffix}")
 
 

@@ -274,16 +274,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     directory = storage.normalize(config.output_dir)
     _check_empty(directory)
     jobs = _divide_into_files(packing, config)
-    storage.make_directory(directory)
-    progress.start("writing packs", len(jobs))
-    try:
-        files = map_on_processes(
-            _write_file, jobs, config.dataset_num_proc, on_progress=lambda num_done: progress.advance(1)
-        )
-    except BaseException:
-        storage.discard_unfinished(directory)  # left behind by processes that were stopped
-        raise
-    progress.finish()
+    files = _write_files(jobs, directory, config.dataset_num_proc, progress)
     if config.format == "energon":
         _write_energon_files(directory, config.split, files)
     summary = PacksSummary(
@@ -299,6 +290,21 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     )
     storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
     return summary
+
+
+def _write_files(
+    jobs: Sequence[_FileJob], directory: str, num_processes: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Write files of packs in parallel; return their entries in the manifest."""
+    storage.make_directory(directory)
+    progress.start("writing packs", len(jobs))
+    try:
+        files = map_on_processes(_write_file, jobs, num_processes, on_progress=lambda num_done: progress.advance(1))
+    except BaseException:
+        storage.discard_unfinished(directory)  # left behind by processes that were stopped
+        raise
+    progress.finish()
+    return files
 
 
 def _check_no_media(samples: npt.NDArray[np.int64], reader: CacheReader) -> None:

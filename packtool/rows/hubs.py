@@ -41,7 +41,7 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
 
     dataset_id = name
     if not os.path.isdir(name):
-        dataset_id, subset_in_name, split_in_name, *_ = *name.split(":"), "", ""
+        dataset_id, subset_in_name, split_in_name, *_ = *name.split(":"), "", ""  # "" for missing parts
         subset = subset_in_name or subset
         split = split_in_name or split
     split = split or "train"

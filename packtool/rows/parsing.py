@@ -41,16 +41,17 @@ def parse_json(text: str | bytes) -> Any:
             raise JsonProblem("invalid_text", f"not UTF-8: {error}") from error
     try:
         # The fast scanner takes no blanks before the value, and ignores text after it; for these the decoder is used.
-        can_scan = text[:1] in _OPENING
-        value, end = _scan(text, 0) if can_scan else (None, 0)
-        is_complete = can_scan and (end == len(text) or not text[end:].strip(_BLANKS))
+        is_complete = False
+        if text[:1] in _OPENING:
+            value, end = _scan(text, 0)
+            is_complete = end == len(text) or not text[end:].strip(_BLANKS)
         if not is_complete:
             value = _decoder.decode(text)
     except JsonProblem:  # from ``_unique_keys``
         raise
     except RecursionError as error:
         raise JsonProblem("invalid_json", _TOO_DEEP) from error
-    except StopIteration as error:  # the scanner's form of "expecting value", with the position
+    except StopIteration as error:  # raised by ``_scan`` with the position
         raise JsonProblem("invalid_json", f"a value is missing or invalid at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error

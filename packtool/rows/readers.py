@@ -28,7 +28,7 @@ import shutil
 import struct
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import groupby, islice, pairwise
@@ -56,11 +56,7 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 class TableReader:
     """An open table that is read sequentially; reading earlier rows starts again at their row group.
 
-    A compressed file is decompressed once, into an anonymous temporary file.
-
-    Raises:
-        DataError: the file is damaged or has another format; raised by all methods.
-        StorageError: the file cannot be reached.
+    A compressed file is decompressed once, into a temporary file. All methods raise a DataError for a damaged file.
     """
 
     kind = ""
@@ -112,20 +108,24 @@ class TableReader:
 
         Null values in nested objects are omitted: these formats cannot distinguish them from missing keys.
         """
-        source, number = self._source, block.start
+        first_row = block.start  # of the batch
         for batch in self.read(block.start, block.stop):
-            rows = None
-            is_small = batch.nbytes < min(_BATCH_BYTES, source.max_row_bytes)
-            if is_small:  # large batches, such as images, would be in memory twice
-                with suppress(*_VALUE_ERRORS):  # converted one by one, only the rows with an error are dropped
+            rows: Iterable[dict[str, Any] | Dropped] | None = None
+            # All rows at once, unless that may exceed the memory or the size limit of a row.
+            if batch.nbytes < min(_BATCH_BYTES, self._source.max_row_bytes):
+                with suppress(*_VALUE_ERRORS):
                     rows = _as_python(batch)
-            for position in range(batch.num_rows):
-                if rows is not None:
-                    yield number, rows[position]
-                else:
-                    single_row = batch.slice(position, 1)
-                    yield number, guard_row(source.label, number, _convert_row, source, number, single_row)
-                number += 1
+            if rows is None:
+                rows = self._convert_each(batch, first_row)
+            yield from enumerate(rows, first_row)
+            first_row += batch.num_rows
+
+    def _convert_each(self, batch: pa.RecordBatch, first_row: int) -> Iterator[dict[str, Any] | Dropped]:
+        """Yield the rows of a batch, converted one by one: only those with an error are dropped."""
+        for position in range(batch.num_rows):
+            number = first_row + position
+            row = batch.slice(position, 1)
+            yield guard_row(self._source.label, number, _convert_row, self._source, number, row)
 
     def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter."""

@@ -338,10 +338,7 @@ def guard_row(source: str, row: int, function: Callable[P, T], *args: P.args, **
 
 
 def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
-    """Return the ``Dropped`` for an unexpected exception of one row.
-
-    If the row is not the cause, ``error`` is raised: PacktoolError, Ctrl-C, out of memory, file handles or disk.
-    """
+    """Return the ``Dropped`` for an unexpected exception of one row; raise ``error`` if the row is not the cause."""
     is_ordinary = isinstance(error, Exception) or type(error).__name__ == _PANIC
     is_machine_error = isinstance(error, OSError) and error.errno in _MACHINE_ERRORS
     if not is_ordinary or is_machine_error or isinstance(error, (PacktoolError, MemoryError)):

@@ -327,7 +327,7 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
         return list(sources)
     num_repeats, remainder = divmod(num_rows, num_existing)
     drawn_by_block = _draw_counts(block_sizes, remainder, rng)
-    # Draw the rows of some thousand blocks at a time, because that needs a table of these rows.
+    # Some thousand blocks at a time, because ``_draw_positions`` needs a table of all their rows.
     positions = []
     for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):
         blocks_of_draw = slice(first, first + _BLOCKS_PER_DRAW)

@@ -127,11 +127,7 @@ def _unknown_keys(where: str, values: Mapping[str, Any], known: tuple[str, ...])
 
 def _value_problems(entry: Mapping[str, Any]) -> list[str]:
     """Check the types of values, and refuse preference data."""
-    problems = []
-    preference_columns = [key for key in _PREFERENCE_COLUMNS if key in _mapping(entry, "columns")]
-    if entry.get("ranking") or preference_columns:
-        setting = "ranking" if entry.get("ranking") else f"the columns {', '.join(preference_columns)}"
-        problems.append(f" has {setting}: preference data is not supported, only supervised data")
+    problems = _preference_problems(entry)
     if entry.get("formatting") not in (None, "alpaca", "sharegpt", "openai"):
         problems.append(f" has formatting {entry['formatting']!r}; it must be alpaca, sharegpt or openai")
     for key in ("columns", "tags"):
@@ -142,9 +138,17 @@ def _value_problems(entry: Mapping[str, Any]) -> list[str]:
         f": {key} is {entry[key]!r}, not text" for key in _TEXT_KEYS if not isinstance(entry.get(key), str | None)
     ]
     num_samples = entry.get("num_samples")
-    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):  # bool is a subclass of int
         problems.append(f": num_samples is {num_samples!r}, not a positive integer")
     return problems
+
+
+def _preference_problems(entry: Mapping[str, Any]) -> list[str]:
+    columns = [key for key in _PREFERENCE_COLUMNS if key in _mapping(entry, "columns")]
+    if not entry.get("ranking") and not columns:
+        return []
+    setting = "ranking" if entry.get("ranking") else f"the columns {', '.join(columns)}"
+    return [f" has {setting}: preference data is not supported, only supervised data"]
 
 
 def _prompt_format_problems(entry: Mapping[str, Any]) -> list[str]:

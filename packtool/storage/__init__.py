@@ -274,11 +274,8 @@ class AtomicFile:
     """A file that is written in pieces and appears under its path, complete, on ``commit``.
 
     A local file is written under a temporary name beside its path. An object in a bucket is uploaded in parts while it
-    is written, with up to 32 MiB in memory and no copy on disk. As a context manager it commits at the end of the
-    block, and discards the file after an error. pyarrow can write to it (``pa.PythonFile``).
-
-    Attributes:
-        digest: SHA-256 of the written bytes.
+    is written, with up to 32 MiB in memory. As a context manager it commits at the end of the block, and discards the
+    file after an error. pyarrow can write to it (``pa.PythonFile``). ``digest``: SHA-256 of the written bytes.
     """
 
     closed = False

@@ -17,12 +17,7 @@ from packtool.errors import RemoteError, StorageError
 
 @dataclass(frozen=True)
 class FileState:
-    """Size and version of a file.
-
-    Args:
-        size: bytes.
-        modified: time of the last change, or an entity tag; equal means unchanged.
-    """
+    """Size in bytes and version of a file: time of the last change, or an entity tag; equal means unchanged."""
 
     size: int
     modified: str

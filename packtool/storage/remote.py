@@ -152,12 +152,7 @@ async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, ret
 
 
 class Range(NamedTuple):
-    """A range of bytes of a remote file.
-
-    Args:
-        size: bytes of the whole file.
-        tag: changes when the file does; "" if the store sends none.
-    """
+    """A range of bytes of a file of ``size`` bytes; ``tag`` changes when the file does, "" if there is none."""
 
     data: bytes
     size: int
@@ -175,15 +170,11 @@ def check_complete(data: bytes, begin: int, content_range: str) -> None:
 
 
 class RemoteReader(io.RawIOBase):
-    """A remote file read by ranges; wrap it into a BufferedReader.
+    """A remote file read by ranges; wrap it into a BufferedReader. Every read may raise a StorageError.
 
     The first block is small, so that reading a header takes one short request. The blocks of a sequential read double
     in size up to 8 MiB, and the next one is fetched while one is used. After a seek, blocks are small again. At most
-    24 MiB are kept in memory. Every read may raise a StorageError.
-
-    Args:
-        fetch: returns bytes [start, stop), fewer at the end of the file.
-        first_block: size in bytes of ``first``, and of the first block after a seek.
+    24 MiB are kept in memory.
     """
 
     def __init__(

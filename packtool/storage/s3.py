@@ -158,7 +158,8 @@ class S3Writer:
             except Exception as error:
                 # An earlier attempt may have succeeded although its response was lost.
                 may_be_complete = code_of(error) == "NoSuchUpload" and num_attempts > 1
-                if not may_be_complete or not await self._is_complete():
+                is_complete = may_be_complete and await self._is_complete()
+                if not is_complete:
                     raise
 
         # The server joins the parts before it answers: allow the time of transferring an eighth of the bytes.

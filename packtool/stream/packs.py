@@ -143,10 +143,8 @@ _MAX_HELD_BACK_FRACTION = 0.25  # of the samples of an interval
 class StreamOptions(PackOptions, IntervalOptions):
     """Options that determine the packs of a stream.
 
-    Args:
-        packing_length: maximum tokens of a pack.
-        dataset_num_proc: number of worker processes, which does not affect the packs.
-        strict: raise an error at the first unusable row.
+    ``packing_length``: maximum tokens of a pack. ``dataset_num_proc``: number of worker processes, which does not
+    affect the packs. ``strict``: raise an error at the first unusable row.
     """
 
     packing_length: int
@@ -188,10 +186,6 @@ class PackStream:
         start: state of an earlier stream with the same arguments to resume from; None for the beginning.
         sharing: options for shared prefixes; None if prefixes are not shared.
         log: called once with every dropped row.
-
-    Raises (during iteration):
-        PacktoolError: reading or encoding failed, or a worker process died.
-        RowError: a row is unusable, and ``options.strict`` is set.
     """
 
     def __init__(
