@@ -15,7 +15,6 @@ the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -151,8 +150,8 @@ class CostModel:
     ) -> CostModel:
         """Compute costs from a ``config.json``; a KeyError if it has no hidden size or number of layers.
 
-        ``learning`` selects the trained weights. ``recomputes_...``: backward runs the forward pass of that part again,
-        of all its layers or of a number of first ones.
+        ``learning`` selects the trained weights. ``recomputes_...``: backward runs the forward pass of that part again;
+        a number is that of its first layers.
         """
         layers = ModelLayers.of_config(config)
         flops = partial(_part_flops, trainable(layers, learning), learning.lora_rank)
@@ -163,12 +162,12 @@ class CostModel:
         audio_aligner = flops(layers.audio_aligner, has_input_gradient=audio.has_output_gradient)
         media_has_gradient = any(part.has_output_gradient for part in (audio, audio_aligner, *mergers))
         language = flops(layers.language, has_input_gradient=media_has_gradient, recomputes=recomputes_language)
-        head_module = dataclasses.replace(layers.head, layer=0)  # only layers can be recomputed: the head becomes one
-        head = flops([head_module], has_input_gradient=language.has_output_gradient, recomputes=recomputes_head)
+        head_layer = dataclasses.replace(layers.head, layer=0)  # only layers can be recomputed
+        head = flops([head_layer], has_input_gradient=language.has_output_gradient, recomputes=recomputes_head)
         per_vision_token = vision.per_unit + sum(merger.per_unit for merger in mergers)
         per_patch_square = vision.per_square
         if layers.tile_squares:
-            # The unit is a tile. No count of tiles is stored, so their work is distributed over the squares of patches.
+            # These FLOPs are of a tile. Caches do not count tiles, but squared patches, equally many in each tile.
             per_patch_square += per_vision_token / layers.tile_squares
             per_vision_token = 0.0
         return cls(
@@ -211,24 +210,21 @@ def _part_flops(
     computes the gradient of the part's input. ``recomputes``: backward runs the forward pass again, of all layers or of
     that number of first layers.
     """
-    num_recomputed = math.inf if recomputes is True else recomputes
-    # Backward computes the gradient of a module's output, the next one's input, if anything up to it is trained.
-    gradients = [has_input_gradient]
-    recomputed_layers: set[int] = set()
+    # Backward reaches a module if that one, or anything before it, is trained.
+    is_reached = [has_input_gradient]  # before the first module, and then after each
     for module in modules:
-        has_output_gradient = gradients[-1] or training.get(module.name, Trainable()).any
-        gradients.append(has_output_gradient)
-        if has_output_gradient and module.layer is not None and module.layer < num_recomputed:
-            recomputed_layers.add(module.layer)
+        is_trained = module.kind != "attention" and training[module.name].any
+        is_reached.append(is_reached[-1] or is_trained)
+    recomputed_layers = _recomputed_layers(modules, is_reached[1:], recomputes)
     per_unit = per_square = per_window = 0.0
     needs_input_gradient = has_input_gradient
-    for module, is_anything_before_trained in zip(modules, gradients[:-1], strict=True):
-        # Modules that share an input, such as Q, K and V, need its gradient if anything before the first is trained.
+    for module, is_reached_before in zip(modules, is_reached[:-1], strict=True):
+        # Modules that share an input, such as Q, K and V, need its gradient if the first of them does.
         if not module.shares_input:
-            needs_input_gradient = is_anything_before_trained
+            needs_input_gradient = is_reached_before
         num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
-            num_passes = num_forward + (_ATTENTION_BACKWARD if is_anything_before_trained else 0.0)
+            num_passes = num_forward + (_ATTENTION_BACKWARD if is_reached_before else 0.0)
             per_unit += num_passes * module.flops_per_unit
             per_square += num_passes * module.flops_per_square
             per_window += num_passes * module.flops_per_window
@@ -236,11 +232,18 @@ def _part_flops(
         weights = training[module.name].weights
         num_passes = num_forward + (1.0 if needs_input_gradient else 0.0)
         num_weight_gradients = 1.0 if weights == "full" else 0.0
-        # A product is a multiply-add: two operations.
-        per_unit += 2 * module.num_products * (num_passes + num_weight_gradients)
+        per_unit += 2 * module.num_products * (num_passes + num_weight_gradients)  # a multiply-add is two operations
         if weights == "lora":
             per_unit += _adapter_flops(module, lora_rank, num_forward, num_passes)
-    return _PartFlops(per_unit, per_square, per_window, has_output_gradient=gradients[-1])
+    return _PartFlops(per_unit, per_square, per_window, has_output_gradient=is_reached[-1])
+
+
+def _recomputed_layers(modules: Sequence[ModuleCost], is_reached: list[bool], recomputes: bool | int) -> set[int]:
+    """Return the layers whose forward pass is run again: those that backward reaches, of all or of the first."""
+    layers = {m.layer for m, reached in zip(modules, is_reached, strict=True) if reached and m.layer is not None}
+    if recomputes is True:
+        return layers
+    return {layer for layer in layers if layer < recomputes}
 
 
 def _adapter_flops(module: ModuleCost, rank: int, num_forward: float, num_passes: float) -> float:
@@ -248,8 +251,8 @@ def _adapter_flops(module: ModuleCost, rank: int, num_forward: float, num_passes
 
     ``num_passes`` are the forward passes, and the gradient of the module's input if it is needed.
     """
-    # An adapter is two trained products: inputs to rank (for embeddings a lookup, without FLOPs), and rank to outputs,
-    # whose input always needs a gradient.
+    # Two products, with a gradient of the weights each: inputs to rank (for embeddings a lookup, without FLOPs), and
+    # rank to outputs, which also needs the gradient of its input.
     to_rank = 0.0 if module.kind == "no_matmul" else module.inputs * (num_passes + 1)
     to_outputs = module.outputs * (num_forward + 1 + 1)
     return 2 * module.uses_per_unit * rank * (to_rank + to_outputs)
@@ -452,25 +455,25 @@ class StepTime:
         return max(self.launch_seconds, flops / self.flops_per_second)
 
     def _flops_with_exchanges(self, local: Sequence[Load], sharded_attention: float, sharded_tokens: int) -> float:
-        """Return the FLOPs of the busiest rank's local sequences and of the exchanges that no attention hides.
+        """Return the FLOPs of the busiest rank's local sequences, and of its waiting for exchanges.
 
-        A time of communication counts as the FLOPs that the device computes meanwhile. ``local`` are the local
-        sequences of each rank, and ``sharded_attention`` the attention to sharded sequences on every rank.
+        Seconds of waiting count as the FLOPs that the device could compute meanwhile. ``local`` is the work of each
+        rank's local sequences, and ``sharded_attention`` the attention to sharded sequences on every rank.
         """
-        exposed_on_all_ranks = 0.0
-        exposed_exchanges = []  # FLOPs, and the share of a rank's attention to local sequences that hides them
+        waiting_of_all_ranks = 0.0
+        partly_hidden = []  # FLOPs of exchanges, and the share of a rank's local attention during which they run
         for exchange in self.exchanges:
             exchange_flops = self.flops_per_second * exchange.seconds(sharded_tokens)
-            exposed = exchange_flops - exchange.overlap_sharded * sharded_attention
-            if exposed > 0 and exchange.overlap_local:
-                exposed_exchanges.append((exposed, exchange.overlap_local))
-            elif exposed > 0:
-                exposed_on_all_ranks += exposed
+            remaining = exchange_flops - exchange.overlap_sharded * sharded_attention
+            if remaining > 0 and exchange.overlap_local:
+                partly_hidden.append((remaining, exchange.overlap_local))
+            elif remaining > 0:
+                waiting_of_all_ranks += remaining
         rank_flops = []
         for load in local:
-            waiting_flops = sum([max(0.0, exposed - share * load.attention) for exposed, share in exposed_exchanges])
-            rank_flops.append(load.flops + waiting_flops)
-        return exposed_on_all_ranks + max(rank_flops)
+            waiting = sum([max(0.0, remaining - share * load.attention) for remaining, share in partly_hidden])
+            rank_flops.append(load.flops + waiting)
+        return waiting_of_all_ranks + max(rank_flops)
 
     def exposed_seconds(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:
         """Estimate the seconds of exchanges that attention does not hide, (n,), for n ranks at once.

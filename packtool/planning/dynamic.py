@@ -65,19 +65,17 @@ def assign_by_tokens(
 def assign_samples(
     samples: PackPlan, costs: Costs | None, options: PlanOptions, media_tokens: IntArray | None = None
 ) -> StepAssignment:
-    """Pack the samples of each step so that all ranks have equally many packs, few and of about equal work.
+    """Divide the samples of each step into micro-batches, few and of about equal work, equally many for every rank.
 
         order of the epoch   3 7 2 1 | 4 4 3 3 | 5 2       lengths; 4 samples a step, packs of 8, two ranks
         step 0               rank 0 [7]    rank 1 [3 2 1]
         step 1               rank 0 [4 3]  rank 1 [4 3]
         step 2               rank 0 [5]    rank 1 [2]
 
-    A step has the samples of the unpacked run with the same seed: loss, gradient and weights are the same in exact
-    arithmetic. Every rank has equally many micro-batches in a step; a micro-batch may be empty.
+    A micro-batch may be empty. Samples of a tree, which share prefixes, are in one micro-batch.
 
     ``samples`` has the N samples of the epoch in its order, each in a pack of its own. ``costs``, (N,), are their work,
     by default their tokens. ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
-    A sample that shares a prefix with the one before it goes to the same micro-batch.
     """
     assert options.samples_per_step is not None
     lengths: IntArray = samples.lengths
@@ -85,11 +83,12 @@ def assign_samples(
     sample_media = None if media_tokens is None else media_tokens[samples.samples]
     leaders = None
     if samples.shared_tokens is not None:
-        # The first sample of a tree stands for all of them; the others are empty, and follow it.
-        leaders = np.maximum.accumulate(np.where(samples.shared_tokens == 0, np.arange(len(lengths)), 0))
+        # The first sample of a tree, its leader, gets the amounts of the others, which follow it.
+        begins_tree = samples.shared_tokens == 0
+        leaders = np.maximum.accumulate(np.where(begins_tree, np.arange(len(lengths)), 0))
         work = np.bincount(leaders, work, len(work))
-        lengths = _sums_at(leaders, lengths)
-        sample_media = None if sample_media is None else _sums_at(leaders, sample_media)
+        lengths = _sums_of_trees(leaders, lengths)
+        sample_media = None if sample_media is None else _sums_of_trees(leaders, sample_media)
     limits = _limits(lengths, samples.capacity, options.max_samples_per_pack)
     max_media = options.max_media_tokens_per_pack
     checked_media = check_media_tokens(sample_media, lengths, max_media, samples.capacity)
@@ -98,8 +97,8 @@ def assign_samples(
     return _divide_steps(work, limits, options.samples_per_step, options.world_size, ranks_first=True, leaders=leaders)
 
 
-def _sums_at(leaders: Int64Array, values: IntArray) -> IntArray:
-    """Add the value of each sample, (N,), to that of its leader; int64 (N,), 0 for others."""
+def _sums_of_trees(leaders: Int64Array, values: IntArray) -> IntArray:
+    """Sum ``values`` (N,) over each tree: int64 (N,), the sum for its leader, 0 for other samples."""
     sums = np.zeros(len(values), np.int64)
     np.add.at(sums, leaders, values)
     return sums
@@ -123,11 +122,11 @@ def _divide_steps(
 ) -> StepAssignment:
     """Place the samples (K,) of each step in bins; the bins of a rank are its micro-batches, the heaviest first.
 
-    With ``ranks_first``, samples are assigned to ranks, and there to bins, since a rank with a long sample can take
-    fewer others. Otherwise bins are assigned to ranks afterwards: each rank gets one of the heaviest, then one of the
-    next ones, and so on. ``work``, (K,), is that of each sample. ``leaders``, (K,): the sample whose bin each goes to.
+    With ``ranks_first``, every sample goes to the rank with the least work, and there to a bin; otherwise bins are
+    assigned to ranks afterwards. ``work``, (K,), and ``limits`` are of the samples. With ``leaders``, (K,), each sample
+    goes to the bin of its leader.
     """
-    num_groups = num_ranks if ranks_first else 1
+    num_groups = num_ranks if ranks_first else 1  # groups of bins, between which work is balanced first
     bin_of_sample, num_bins = _bins_of_steps(work, limits, samples_per_step, num_ranks, num_groups)
     if leaders is not None:
         bin_of_sample = bin_of_sample[leaders]
@@ -143,28 +142,29 @@ def _bins_of_steps(
 ) -> tuple[Int64Array, Int64Array]:
     """Return the bin of each sample, numbered over all S steps, (K,), and the number of bins of each step, (S,)."""
     samples = np.arange(len(work))
+    step_of_sample = samples // samples_per_step
     num_in_full_steps = len(work) // samples_per_step * samples_per_step
     full_steps = samples[:num_in_full_steps].reshape(-1, samples_per_step)
     last_step = samples[num_in_full_steps:].reshape(1, -1)
     bin_in_step = np.zeros(len(work), np.int64)
-    num_bins: list[Int64Array] = [np.zeros(0, np.int64)]
-    for steps in (full_steps, last_step):  # samples of each step
+    num_bins = np.zeros(-(-len(work) // samples_per_step), np.int64)
+    for steps in (full_steps, last_step):  # the samples of each step, (s, n)
         if steps.size:
             step_limits = [limit.select(steps) for limit in limits]
-            bin_in_step[steps], num_bins_of_steps = _find_bins(work[steps], step_limits, num_ranks, num_groups)
-            num_bins.append(num_bins_of_steps)
-    num_bins_per_step = np.concatenate(num_bins)
-    first_bins = to_offsets(num_bins_per_step)[:-1]
-    return first_bins[samples // samples_per_step] + bin_in_step, num_bins_per_step
+            bins, num_bins_of_steps = _find_bins(work[steps], step_limits, num_ranks, num_groups)
+            bin_in_step[steps] = bins
+            num_bins[step_of_sample[steps[:, 0]]] = num_bins_of_steps
+    first_bins = to_offsets(num_bins)[:-1]
+    return first_bins[step_of_sample] + bin_in_step, num_bins
 
 
 def _number_by_rank(
     bin_work: npt.NDArray[Any], num_bins: Int64Array, num_ranks: int, *, ranks_first: bool
 ) -> Int64Array:
-    """Number the bins of each step rank by rank, and those of a rank from most to least work.
+    """Return new numbers of the bins, (bins,): step by step, rank by rank, and in a rank from most to least work.
 
-    Returns the new number of each bin, (bins,); a step keeps its range of numbers. ``num_bins``, (S,), are of each
-    step. With ``ranks_first``, consecutive bins of a step already belong to one rank.
+    ``num_bins``, (S,), are the bins of each step, which are consecutive. With ``ranks_first``, the bins of a step are
+    divided into consecutive ones for each rank; otherwise they go to the ranks in turn, the heaviest first.
     """
     step_of_bin = np.repeat(np.arange(len(num_bins)), num_bins)
     index_in_step = np.arange(len(bin_work)) - to_offsets(num_bins)[step_of_bin]
@@ -172,21 +172,20 @@ def _number_by_rank(
         bins_per_rank = num_bins // num_ranks
         rank_of_bin = index_in_step // bins_per_rank[step_of_bin]
     else:
-        # In each round, every rank gets one of the heaviest bins that are left.
-        heaviest_first = np.lexsort((-bin_work, step_of_bin))
+        heaviest_first = np.lexsort((-bin_work, step_of_bin))  # in each step
         rank_of_bin = np.empty(len(bin_work), np.int64)
         rank_of_bin[heaviest_first] = index_in_step % num_ranks
-    return invert_order(np.lexsort((-bin_work, step_of_bin * num_ranks + rank_of_bin)))
+    order = np.lexsort((-bin_work, rank_of_bin, step_of_bin))  # by step, then rank, then work
+    return invert_order(order)
 
 
 def _find_bins(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Place the samples of S steps, n in each, in bins.
+    """Place the samples of S steps, n in each, in the fewest bins of each step, a multiple of ``num_ranks``.
 
-    Returns the bin of each sample within its step, (S, n), and the number of bins of each step, (S,): the fewest,
-    among multiples of ``num_ranks``, with which all its samples fit. The bins are divided equally among ``num_groups``.
-    ``work`` and the sizes of ``limits`` are (S, n).
+    Returns the bin of each sample within its step, (S, n), and the number of bins of each step, (S,). The bins of a
+    step are divided equally among ``num_groups``. ``work`` and the sizes of ``limits`` are (S, n).
     """
     heaviest_first = np.argsort(-work, axis=1, kind="stable")
     min_bins = np.max([_min_bins(limit) for limit in limits], axis=0)
@@ -233,11 +232,9 @@ def _place_in_bins(
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Place the samples of S steps, n in each, in the bins of each step, which ``num_groups`` share equally.
 
-    A sample goes to the lightest group that has a bin with space, and there to the lightest such bin. ``work``, (S, n),
-    is that of each sample, and ``order``, (S, n), lists the samples of each step as they are placed.
-
-    Returns the bin of each sample, (S, n), and whether all samples of a step fit, (S,): a sample that does not fit
-    overflows a bin.
+    A sample goes to the lightest group that has a bin with space, and there to the lightest such bin. ``work`` of the
+    samples and the ``order`` in which they are placed are (S, n). Returns the bin of each sample, (S, n), and whether
+    all samples of a step fit, (S,).
     """
     num_steps = len(work)
     bins_per_group = num_bins // num_groups

@@ -211,14 +211,13 @@ def assign_balanced(
 ) -> StepAssignment:
     """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
-    A step takes the next ``options.packs_per_step`` packs, in the packer's random order. Without balancing, the packs
-    of a step are assigned to the ranks in turn; ``within-step`` gives the ranks equal work; ``window`` also exchanges
-    packs between steps near each other. The last step takes the remaining packs: it has as few micro-batches as its
-    ranks need, and the packs of a rank are spread evenly over them.
+    A step takes the next ``options.packs_per_step`` packs. Without balancing, they are assigned to the ranks in turn;
+    ``within-step`` gives the ranks equal work; ``window`` also exchanges packs between steps near each other. The last
+    step takes the remaining packs, in as few micro-batches as its ranks need.
 
-    ``costs``, (K,), is the work of each of the K packs, needed for balancing. ``tree_parts``: prefix trees in several
-    packs, and whether these packs must come into one step, or into different steps. ``num_packs``: there are as many
-    steps as for this many packs, so the last step may take more than others; None for the number of ``packs``.
+    ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts``: trees whose parts must come into
+    one step, or into different steps. ``num_packs``: plan as many steps as for this many packs; a last step may then
+    take more packs than others.
     """
     world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
     check_counts(
@@ -233,20 +232,21 @@ def assign_balanced(
     order = _order_for_steps(packs.num_packs, costs, options, tree_parts)
     num_full_steps = packs.num_packs // options.packs_per_step
     if num_packs is not None and packs.num_packs > num_packs:
-        num_full_steps = (num_packs - 1) // options.packs_per_step
+        num_steps = -(-num_packs // options.packs_per_step)  # rounded up
+        num_full_steps = num_steps - 1  # the last step takes all remaining packs
     num_in_full_steps = num_full_steps * options.packs_per_step
     full_steps = order[:num_in_full_steps].reshape(num_full_steps, options.packs_per_step)
-    last_step = order[num_in_full_steps:]
-    last_order, last_sizes = _assign_last_step(last_step, world_size, packs_per_micro_batch, costs)
-    num_per_full_step = world_size * options.gradient_accumulation_steps
-    micro_batches_per_step = [num_per_full_step] * num_full_steps
-    if len(last_step):
-        micro_batches_per_step.append(len(last_sizes))
-    full_sizes = np.full(num_full_steps * num_per_full_step, packs_per_micro_batch, dtype=np.int64)
+    full_order = _sort_by_rank(full_steps, costs, world_size).reshape(-1)
+    last_order, last_sizes = _assign_last_step(order[num_in_full_steps:], world_size, packs_per_micro_batch, costs)
+    full_step_size = world_size * options.gradient_accumulation_steps  # micro-batches
+    step_sizes = [full_step_size] * num_full_steps
+    if len(last_order):
+        step_sizes.append(len(last_sizes))
+    full_sizes = np.full(num_full_steps * full_step_size, packs_per_micro_batch, dtype=np.int64)
     return StepAssignment(
-        order=np.concatenate((_sort_by_rank(full_steps, costs, world_size).reshape(-1), last_order)),
+        order=np.concatenate((full_order, last_order)),
         micro_batch_sizes=np.append(full_sizes, last_sizes),
-        micro_batches_per_step=np.array(micro_batches_per_step, dtype=np.int64),
+        micro_batches_per_step=np.array(step_sizes, dtype=np.int64),
     )
 
 
@@ -289,7 +289,7 @@ def _assign_last_step(
 ) -> tuple[Int64Array, Int64Array]:
     """Assign the packs (n,) of the last, smaller step; return them rank by rank, and the micro-batches' sizes.
 
-    ``costs``, (K,), are of all packs of the epoch; None assigns packs to ranks in turn.
+    ``costs``, (K,), are of all packs of the epoch; None assigns packs to ranks in turn. Micro-batches may be empty.
     """
     if not len(packs):
         return packs, np.zeros(0, np.int64)
@@ -298,10 +298,11 @@ def _assign_last_step(
     if costs is None:
         rank_packs = [packs[rank::world_size] for rank in range(world_size)]
     else:
-        # All ranks need equally many packs: add packs without work, and remove them again, by their indices from n on.
-        padded_costs = np.pad(costs[packs], (0, max_per_rank * world_size - len(packs)))
-        (indices_of_ranks,) = assign_evenly(padded_costs.reshape(1, -1), world_size)  # of a single step
-        rank_packs = [packs[indices[indices < len(packs)]] for indices in indices_of_ranks]
+        # All ranks need equally many packs: add some without work, with indices from n on, and remove them again.
+        num_added = max_per_rank * world_size - len(packs)
+        step_costs = np.append(costs[packs], np.zeros(num_added))
+        rank_indices = assign_evenly(step_costs[None], world_size)[0]
+        rank_packs = [packs[indices[indices < len(packs)]] for indices in rank_indices]
     sizes: list[int] = []
     for own_packs in rank_packs:
         sizes += map(len, np.array_split(own_packs, num_micro_batches))
@@ -330,10 +331,7 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
 
 
 def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
-    """Assign packs to ranks, equally many to each, all steps at once; ``costs`` are (steps, packs of a step).
-
-    Returns the columns of ``costs`` of each step and rank, the heaviest first: (steps, ranks, packs of a rank).
-    """
+    """Assign packs to ranks, all steps at once; arguments and result as for ``assign_evenly``."""
     num_steps, num_packs = costs.shape
     packs_per_rank = num_packs // num_ranks
     rank_packs = np.empty((num_steps, num_ranks, packs_per_rank), dtype=np.int64)
@@ -349,7 +347,7 @@ def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     if packs_per_rank <= 1 or num_ranks == 1:
         return rank_packs
     pack_costs = costs[steps[:, :, None], rank_packs]
-    _even_out_by_swaps(pack_costs, rank_packs)
+    _even_out_by_swaps(pack_costs, rank_packs)  # changes both in place
     # The heaviest pack of each rank first: micro-batches that run at the same time then have similar work, too.
     return np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
 
@@ -360,18 +358,19 @@ def _even_out_by_swaps(costs: Costs, rank_packs: Int64Array) -> None:
     Changes ``rank_packs`` and their ``costs``, (steps, ranks, packs of a rank), in place.
     """
     packs_per_rank = rank_packs.shape[2]
-    steps = np.arange(len(rank_packs))  # those that swaps still make more even, (u,)
+    steps = np.arange(len(rank_packs))  # (s,), those where the last swap helped
     for _ in range(_MAX_SWAPS):
         loads = costs[steps].sum(axis=2)
-        heavy_rank, light_rank = loads.argmax(axis=1), loads.argmin(axis=1)  # (u,)
+        heavy_rank, light_rank = loads.argmax(axis=1), loads.argmin(axis=1)  # (s,)
         gap = loads.max(axis=1) - loads.min(axis=1)
         gaps_after = _gaps_after_swap(costs[steps, heavy_rank], costs[steps, light_rank], gap)
-        best_pair = gaps_after.argmin(axis=1)  # heavy pack * packs_per_rank + light pack
+        best_pair = gaps_after.argmin(axis=1)  # its number: heavy pack * packs_per_rank + light pack
         is_better = gaps_after.min(axis=1) < gap * (1 - 1e-9)  # by more than rounding errors
         if not is_better.any():
             return
         steps = steps[is_better]
         heavy_pack, light_pack = np.divmod(best_pair[is_better], packs_per_rank)
+        # Indices of one pack of each step.
         heavy = steps, heavy_rank[is_better], heavy_pack
         light = steps, light_rank[is_better], light_pack
         rank_packs[heavy], rank_packs[light] = rank_packs[light], rank_packs[heavy]

@@ -186,24 +186,24 @@ def device_costs(
     """Sum the FLOPs of each device in each step, (steps, devices); a rank has ``sequence_parallel_size`` devices.
 
     ``steps`` assigns N single samples to ranks. ``placement``, (N,), in the order of ``steps.order``, is the device of
-    the rank that a sample is local to, or ``SHARDED`` for equal parts on all of them. ``flops``, (N,), are of each
-    sample, and ``towers`` the part of them in towers, where one device computes all of an image.
+    the rank that computes a sample, or ``SHARDED`` for all of its devices. ``flops``, (N,), are of each sample;
+    ``towers`` is the part of them for which one device computes all of an image.
     """
     size = sequence_parallel_size
-    num_rank_steps = steps.num_steps * steps.world_size
-    # In the order of ``steps.order``, (N,):
-    rank_step = steps.rank_step_of_micro_batch[steps.micro_batch_of]  # one rank in one step: step * ranks + rank
+    num_rank_steps = steps.num_steps * steps.world_size  # a rank-step is one rank in one step
+    # All in the order of ``steps.order``, (N,).
+    rank_steps = steps.rank_step_of_micro_batch[steps.micro_batch_of]
     sample_flops = flops[steps.order]
     is_sharded = placement == SHARDED
     is_local = ~is_sharded
-    device_step = rank_step[is_local] * size + placement[is_local]
-    local_flops = np.bincount(device_step, sample_flops[is_local], num_rank_steps * size)
+    device_steps = rank_steps[is_local] * size + placement[is_local]  # one device in one step
+    local_costs = np.bincount(device_steps, sample_flops[is_local], num_rank_steps * size)
     evenly_shared = sample_flops if towers is None else sample_flops - towers.flops[steps.order]
-    shared_flops = np.bincount(rank_step[is_sharded], evenly_shared[is_sharded], num_rank_steps)
-    costs = local_flops.reshape(num_rank_steps, size) + (shared_flops / size)[:, None]
+    shared_costs = np.bincount(rank_steps[is_sharded], evenly_shared[is_sharded], num_rank_steps)
+    costs = local_costs.reshape(num_rank_steps, size) + shared_costs[:, None] / size
     if towers is not None:
         costs += shared_tower_costs(steps, placement, towers, size)
-    return costs.reshape(steps.num_steps, steps.world_size * size)
+    return costs.reshape(steps.num_steps, steps.world_size * size)  # the devices of a rank are adjacent
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:

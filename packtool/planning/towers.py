@@ -89,14 +89,13 @@ def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, 
     """Sum the FLOPs of the images of sharded samples on each device, (steps * data-parallel ranks, devices).
 
     A rank has ``sequence_parallel_size`` devices. In each micro-batch, these images go to the devices with the least
-    tower work, that of local samples included. Images of a sample are taken as equal: their sizes are unknown here.
-    ``steps`` and ``placement``, (N,), are of single samples, as in ``device_costs``; ``work`` is by sample.
+    tower work. Arguments are as for ``device_costs``: a pack of ``steps`` is one sample.
     """
     flops = work.flops[steps.order]
-    # A sharded sample has several images to assign. A local one, whose device is known, counts as one image.
-    has_images = (placement == SHARDED) & (flops != 0)
-    num_images = np.where(has_images, np.maximum(work.num_media[steps.order], 1), 1)
-    # Of each image, (I,):
+    # The images of a sharded sample are assigned one by one, those of a local one together.
+    is_divided = (placement == SHARDED) & (flops != 0)
+    num_images = np.where(is_divided, np.maximum(work.num_media[steps.order], 1), 1)
+    # Of each image, (I,); those of a sample count as equal, because their sizes are unknown here.
     image_flops = np.repeat(flops / num_images, num_images)
     image_placement = np.repeat(placement, num_images)
     micro_batch = np.repeat(steps.micro_batch_of, num_images)
@@ -132,13 +131,6 @@ class Media:
     ) -> Media:
         """Estimate single images and videos: one of each sample is the largest, the others are equal.
 
-        Of n media with M tokens and T squared tokens, the largest has
-
-            M / n + sqrt((n - 1) / n * (T - M^2 / n))
-
-        tokens, or fewer if the others differ (Samuelson 1968, "How deviant can you be?"). In a sample with videos,
-        whose squares are of frames, the largest is assumed to have all tokens but one for each other medium.
-
         All arrays, (N,), are of the samples of a cache; ``squares`` are sums over frames of (patches of the frame)^2.
         """
         num_media = (num_images + num_videos).astype(np.int64)
@@ -150,14 +142,14 @@ class Media:
         num_others = counts - 1
         other_tokens = (sample_tokens - largest_tokens) / np.maximum(num_others, 1)  # of each other medium
         other_squares = (other_tokens * patches_per_token) ** 2
+        largest_squares = np.maximum(sample_squares - num_others * other_squares, 0)
         # One medium after the other, the largest of each sample first.
-        largest = np.cumsum(counts) - counts
+        first_indices = np.cumsum(counts) - counts
         media_tokens = np.repeat(other_tokens, counts)
-        media_tokens[largest] = largest_tokens
+        media_tokens[first_indices] = largest_tokens
         media_squares = np.repeat(other_squares, counts)
-        media_squares[largest] = np.maximum(sample_squares - num_others * other_squares, 0)
-        no_sounds = np.zeros(len(media_tokens))
-        return cls(np.repeat(samples, counts), media_tokens, media_squares, no_sounds)
+        media_squares[first_indices] = largest_squares
+        return cls(np.repeat(samples, counts), media_tokens, media_squares, sounds=np.zeros(len(media_tokens)))
 
     def with_sounds(self, tokens: IntArray, num_audios: IntArray, num_videos: IntArray) -> Media:
         """Add the sounds of the same samples: of several the first has all but a token of each other.
@@ -178,9 +170,10 @@ class Media:
 def _largest_tokens(
     num_media: IntArray, tokens: Costs, squared_tokens: Costs, has_videos: npt.NDArray[np.bool_]
 ) -> Costs:
-    """Estimate the tokens of the largest medium of each sample, as ``Media.of_samples`` explains; (S,).
+    """Estimate the tokens of the largest medium of each sample, (S,), from sums over its media, one or more.
 
-    ``tokens`` and ``squared_tokens``, (S,), are sums over the media of each sample, which are one or more.
+    Images: the largest that these sums allow (Samuelson 1968, "How deviant can you be?"). Videos have no squared tokens
+    of their own, only of their frames: one is assumed to have all tokens but one for each other medium.
     """
     mean = tokens / num_media
     squared_deviations = np.maximum(squared_tokens - tokens**2 / num_media, 0)
@@ -212,22 +205,22 @@ class MediaShares:
     ) -> MediaShares:
         """Assign media by their work, (n,): most work first, each to the rank with the least in its micro-batch.
 
-        Media of a sample that is local to a rank belong to this rank. ``steps`` assigns ``packs`` to micro-batches,
-        which ``num_ranks`` share; ``placement``, in the order of ``steps.order``, is the rank that a sample is local
-        to, or ``SHARDED``; None if all are sharded.
+        ``num_ranks`` share a micro-batch. ``placement``, (K,), in the order of ``steps.order``, is the rank that
+        computes all media of a sample, or ``SHARDED``; None if all are sharded.
         """
-        # By sample number: the position in ``steps.order`` of the sample's pack; -1 without a pack.
-        num_samples = int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1))) + 1
-        position_of_pack = invert_order(steps.order)
-        position_of_sample = np.full(num_samples, -1, np.int64)
-        position_of_sample[packs.samples] = np.repeat(position_of_pack, np.diff(packs.offsets))
-        selected = np.flatnonzero(position_of_sample[media.samples] >= 0)
-        positions = position_of_sample[media.samples[selected]]
         if placement is None:
             placement = np.full(len(steps.order), SHARDED, np.int64)
-        micro_batch_of = steps.micro_batch_of[positions]
+        # Index in ``steps.order`` of the pack of each sample, by sample number; -1 without a pack.
+        num_samples = 1 + int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1)))
+        index_of_pack = invert_order(steps.order)
+        index_of_sample = np.full(num_samples, -1, np.int64)
+        index_of_sample[packs.samples] = np.repeat(index_of_pack, np.diff(packs.offsets))
+        index_of_medium = index_of_sample[media.samples]
+        selected = np.flatnonzero(index_of_medium >= 0)
+        indices = index_of_medium[selected]
+        micro_batch_of = steps.micro_batch_of[indices]
         shape = steps.num_micro_batches_of_all_ranks, num_ranks
-        owners = _assign_media(work[selected], micro_batch_of, placement[positions], shape)
+        owners = _assign_media(work[selected], micro_batch_of, placement[indices], shape)
         return cls(media, selected, micro_batch_of, owners, shape)
 
     def max_per_rank(self, values: Costs) -> Costs:
