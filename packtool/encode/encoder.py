@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -90,7 +91,7 @@ class Encoder:
         self._end_of_text = files.template_variables.get("eos_token", "")
         self.warnings = (*self._media.warnings, *files.option_warnings(spec))
         self._templates_by_row_kwargs: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by the row's kwargs in JSON
-        self._ids_by_header: dict[tuple[str, str], list[int]] = {}
+        self._ids_by_header: dict[tuple[str, str], array[int]] = {}
         self._measure_file = lru_cache(_MAX_REMEMBERED_MEDIA)(self._measure_with_policy)
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         splitter_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
@@ -325,7 +326,7 @@ class Encoder:
         return self._media.measure(kind, ref)
 
     def _tokenize(
-        self, rendered: _Rendered, ids_by_chunk: list[list[int]], ends_by_chunk: Mapping[int, TextEnds]
+        self, rendered: _Rendered, ids_by_chunk: list[array[int]], ends_by_chunk: Mapping[int, TextEnds]
     ) -> Tokenized:
         """Join the ids of a sample's expanded chunks, and locate its turns and media among them.
 
@@ -341,7 +342,7 @@ class Encoder:
         trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]
         return Tokenized(
             sample=sample,
-            ids=np.array(tokens.ids, np.int32),
+            ids=np.frombuffer(tokens.ids, np.int32),
             turns=np.array(trainable_spans, np.int32).reshape(-1),  # flat: start, end, start, end, ...
             spans=tokens.spans,
             weights=self._weights(sample, tokens, turns),
@@ -427,11 +428,11 @@ class Encoder:
         """Return the token ids of a text without a chat template, (L,); control tokens in it are plain text."""
         return np.array(self._encode_one(Chunk(control="", media_kind="", text=text)), np.int32)
 
-    def _encode_one(self, chunk: Chunk) -> list[int]:
+    def _encode_one(self, chunk: Chunk) -> array[int]:
         return self._chunk_tokenizer.encode([chunk])[0]
 
     def _locate_turns(
-        self, rendered: _Rendered, tokens: JoinedTokens, ids_by_chunk: list[list[int]]
+        self, rendered: _Rendered, tokens: JoinedTokens, ids_by_chunk: list[array[int]]
     ) -> list[LocatedTurn]:
         """Locate the assistant's turns among the tokens, in order; turns without tokens are left out."""
         sample, expanded = rendered.sample, rendered.expanded

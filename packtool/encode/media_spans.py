@@ -6,6 +6,7 @@ model's own processor does. A token that has characters of both belongs to the m
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -143,7 +144,7 @@ class JoinedTokens(NamedTuple):
         chunks: the expanded chunks.
     """
 
-    ids: list[int]
+    ids: array[int]
     text_starts: list[int]
     spans: list[MediumSpan]
     chunks: list[Chunk]
@@ -151,7 +152,7 @@ class JoinedTokens(NamedTuple):
 
 def join_tokens(
     expanded: ExpandedChunks,
-    ids_by_chunk: Sequence[Sequence[int]],
+    ids_by_chunk: Sequence[array[int]],
     control_ids: Mapping[str, int],
     encode_text: Callable[[Chunk], Sequence[int]],
 ) -> JoinedTokens:
@@ -160,11 +161,11 @@ def join_tokens(
     ``ids_by_chunk`` are the ids of each chunk's text, as from ``encode_text``. The text before or after a medium is
     tokenized again if the medium begins or ends within a chunk.
     """
-    ids: list[int] = []
+    ids = array("i")
     text_starts: list[int] = []
     for chunk, text_ids in zip(expanded.chunks, ids_by_chunk, strict=True):
         if chunk.control:
-            ids += [control_ids[chunk.control]] * chunk.num_controls
+            ids.extend([control_ids[chunk.control]] * chunk.num_controls)
         text_starts.append(len(ids))
         ids += text_ids
     spans = []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from functools import cache
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def trained_tokenizer(pattern: str) -> Tokenizer:
     return tokenizer
 
 
-def expected(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+def expected(tokenizer: Tokenizer, text: str) -> array[int]:
+    return array("i", tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @cache
