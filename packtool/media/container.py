@@ -151,25 +151,25 @@ def _end_by_xing(file: BinaryIO, head: bytes) -> int:
 def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
     """Raise MediaProblem if a stream is shorter than its header declares, because the file was truncated.
 
-    For mp4 and mov, the table of contents is compared with the size of the file. In other formats the stream must be a
-    sound; its last second is decoded, and afterwards the container cannot be decoded from the beginning.
+    In formats other than mp4 and mov, the stream must be a sound. Its last second is decoded, so the container must be
+    opened again to decode it from the beginning.
     """
     if is_indexed(container):
-        last_entries = index_of(stream)[-_LAST_ENTRIES:]
-        end = max((entry.pos + entry.size for entry in last_entries), default=0)  # in bytes
-        if end > container.size:
-            detail = f"the file is truncated: its table of contents ends at byte {end:,}, and it has {container.size:,}"
-            raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
-        return
-    declared = float(stream.duration * stream.time_base)
-    decoded = _decoded_seconds(container, stream, declared)
-    if decoded < declared - _TOLERANCE_SECONDS:
-        detail = f"the file is truncated: its header declares {declared:.2f} s, and it has {decoded:.2f} s"
-        raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
+        last_entries = index_of(stream)[-_LAST_ENTRIES:]  # the last bytes belong to one of these packets
+        num_listed = max((entry.pos + entry.size for entry in last_entries), default=0)
+        expected, actual = f"its table of contents ends at byte {num_listed:,}", f"{container.size:,}"
+        is_truncated = num_listed > container.size
+    else:
+        declared = float(stream.duration * stream.time_base)
+        seconds = _seconds_by_end(container, stream, declared)
+        expected, actual = f"its header declares {declared:.2f} s", f"{seconds:.2f} s"
+        is_truncated = seconds < declared - _TOLERANCE_SECONDS
+    if is_truncated:
+        raise MediaProblem("media_unreadable", f"{label(ref)}: the file is truncated: {expected}, and it has {actual}")
 
 
-def _decoded_seconds(container: Any, stream: Any, declared: float) -> float:
-    """Return the seconds of a sound by decoding its end: the last of the ``declared`` seconds, and what follows."""
+def _seconds_by_end(container: Any, stream: Any, declared: float) -> float:
+    """Return the length of a sound in seconds, by decoding the last of the ``declared`` seconds and what follows."""
     start = float((stream.start_time or 0) * stream.time_base)
     seek_time = max(start + declared - _LAST_SECONDS, start)
     container.seek(int(seek_time / stream.time_base), stream=stream)

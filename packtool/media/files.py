@@ -44,8 +44,7 @@ def open_medium(
     ``first_block`` is the number of bytes that are read first from a remote file.
 
     Raises:
-        MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty or too large; also
-            for any error of the ``with`` block that is not packtool's, because decoders raise any type.
+        MediaProblem: if the file cannot be used, or the ``with`` block raises an error that is not packtool's.
         StorageError: if the medium's store has failed ``ref.policy.max_failures`` times in a row.
     """
     try:
@@ -56,18 +55,15 @@ def open_medium(
                 file.seek(0)
                 yield file
             except RemoteError:
-                raise  # recorded by ``_remote_problem``
+                raise
             except Exception:
-                _record_success(ref)  # the error is the file's; its store works
+                _record_success(ref)  # the store has delivered the file, which is the one at fault
                 raise
         _record_success(ref)
     except MediaProblem:
         raise
     except RemoteError as error:
-        problem = _remote_problem(ref, error)
-        if problem is error:
-            raise  # the same error, without a cause
-        raise problem from error
+        raise _record_remote_error(ref, error) from error
     except StorageError as error:
         raise MediaProblem("media_unreadable", error.message) from error
     except PacktoolError:
@@ -124,10 +120,10 @@ def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
         raise MediaProblem("media_size", detail)
 
 
-def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
-    """Return the exception for a remote failure: a problem of this medium, or an error of its store for all media.
+def _record_remote_error(ref: MediaRef, error: RemoteError) -> MediaProblem:
+    """Record whether a medium's store has answered, and return the medium's problem; StorageError if the store is down.
 
-    Counts consecutive failures of the store, or resets the count. Files refused by a local limit leave it unchanged.
+    Files that a local limit refuses are not recorded.
     """
     assert ref.path is not None, "embedded bytes cannot fail remotely"
     try:
@@ -142,23 +138,23 @@ def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaP
     is_bucket = not store.startswith("http")
     may_be_store_failure = error.fault == "unreachable" or (error.fault == "refused" and is_bucket)
     if may_be_store_failure:
-        num_failures, max_failures = storage.record_failure(store), ref.policy.max_failures
-        has_limit = max_failures > 0
-        if has_limit and num_failures >= max_failures:
-            return _store_down(ref.path, error, num_failures, max_failures)
+        _record_failure(store, error, ref.path, ref.policy.max_failures)
     else:
         storage.record_success(store)
     return MediaProblem(_REASONS.get(error.fault, "media_unreadable"), error.message)
 
 
-def _store_down(path: str, error: RemoteError, num_failures: int, max_failures: int) -> PacktoolError:
-    """Return the error of a store that has failed too often in a row; with a limit of 1, the failure itself."""
+def _record_failure(store: str, error: RemoteError, path: str, max_failures: int) -> None:
+    """Record a failure of a store; raise StorageError if it is the ``max_failures``-th in a row (0: never)."""
+    num_failures = storage.record_failure(store)
+    if not 0 < max_failures <= num_failures:
+        return
     if max_failures == 1:
-        return error
-    return StoreDownError(
+        raise error
+    raise StoreDownError(
         f"{storage.origin(path)}: {num_failures} media in a row could not be read; the last error: {error.message}",
         f"{error.remedy or 'Check the store.'} --max-media-failures 0 drops any number of such rows.",
-    )
+    ) from error
 
 
 def label(ref: MediaRef) -> str:
@@ -197,7 +193,7 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
     It consists of the hash of embedded bytes; the path, size and times of a local file; or the address, size and entity
     tag (or date) of a remote file, which needs one short request. Errors are reported when the medium is loaded.
     """
-    if path is None or data is not None:  # embedded bytes may keep the path of their file
+    if data is not None or path is None:  # embedded bytes may keep the path of their file
         return hashlib.sha256(data or b"").hexdigest()
     ref = MediaRef(path, policy=policy)
     try:
