@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import av
 import numpy as np
@@ -127,8 +127,8 @@ def load_video(
         path, data: file or URL of the video, or its encoded bytes.
         frames: (path, data) of each image of a video that is a list of images, of which the first T are loaded.
         indices: indexes of the T requested frames, ascending.
-        shape: number of frames (of the clip, for a clip), H and W when the video was measured; None if unknown. All
-            frames are scaled to the size of the first requested one; if that is not (H, W), to the file's first one.
+        shape: number of frames of the measured video or clip, H and W; None if unknown. All frames get the size of the
+            first requested frame if that is (H, W), else of the file's first frame.
 
     Raises:
         MediaError: if the file is missing, cannot be decoded, or has fewer frames.
@@ -141,7 +141,8 @@ def load_video(
         try:
             pixels, missing = _decode_frames(ref, numbers, frame_reader, shape)
         except MediaProblem as problem:
-            if frame_reader is all_frames or problem.reason != "media_unreadable":  # else seeking may be the cause
+            may_be_due_to_seeking = frame_reader is needed_frames and problem.reason == "media_unreadable"
+            if not may_be_due_to_seeking:
                 raise media_error(problem) from problem
             continue
         if pixels is not None and not missing:
@@ -169,17 +170,17 @@ def _decode_frames(
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
     """Decode the frames with these numbers, ascending and distinct.
 
-    ``frame_reader`` is ``needed_frames`` to seek, or ``all_frames`` to decode from the beginning. ``shape`` is the
-    measured number of frames of the video or its clip, H and W.
+    ``frame_reader`` is ``needed_frames`` or ``all_frames``; ``shape`` is that of ``load_video``.
 
-    Return the frames, uint8 (T, H, W, 3), and the numbers of missing frames. The frames are None if the file has none
-    of them. MediaProblem if the file cannot be decoded, or the reader cannot number its frames.
+    Return the frames, uint8 (T, H, W, 3), None if the file has none of them, and the numbers of missing frames.
+    MediaProblem if the file cannot be decoded, or the reader cannot number its frames.
     """
     pixels: npt.NDArray[np.uint8] | None = None
     missing = set(numbers)
     row_by_number = {number: row for row, number in enumerate(numbers)}
-    # Without frame 0 this may be a clip, whose shape does not tell the number of the file's frames.
-    num_frames = shape[0] if shape is not None and numbers[0] == 0 else None
+    num_frames = None  # of the file: unknown if frames may be those of a clip
+    if shape is not None and numbers[0] == 0:
+        num_frames = shape[0]
     converter = VideoReformatter()  # creating it takes longer than converting a frame
     with open_container(ref) as container:
         stream = _video_stream(container, ref)
@@ -293,9 +294,28 @@ def _read_packets(container: Any, stream: Any, *, uses_dts: bool) -> Iterator[_P
             yield packet.pos, time, packet.is_keyframe, packet.is_discard
 
 
-class _PendingPacket(NamedTuple):
-    time: int
-    is_skipped: bool
+class _FrameNumbers:
+    """Numbers frames from ``first_number`` on, in the order of their times."""
+
+    def __init__(self, first_number: int) -> None:
+        self._next_number = first_number
+        self._packets: list[tuple[int, bool]] = []  # a heap of (time, is skipped), without those of numbered frames
+
+    def add(self, time: int, *, is_skipped: bool) -> None:
+        """Add a packet that is shown; a skipped one is not decoded, but its frame counts."""
+        heappush(self._packets, (time, is_skipped))
+
+    def number_of(self, frame: Any) -> int:
+        """Return the number of the next decoded frame; FrameNumbersUnknown unless it has the time of its packet."""
+        while self._packets:
+            time, is_skipped = heappop(self._packets)
+            number = self._next_number
+            self._next_number += 1
+            if not is_skipped:
+                if time != frame.pts:
+                    break
+                return number
+        raise FrameNumbersUnknown
 
 
 class _KeyframeDecoder:
@@ -306,8 +326,7 @@ class _KeyframeDecoder:
         last_needed: number of the last needed frame; packets after the keyframe that follows it are not counted.
 
     Attributes:
-        min_numbers: for each keyframe in decoding order, the number of shown packets before it, ascending: the minimum
-            number that its frame can have.
+        min_numbers: minimum number of the frame of each keyframe, ascending: the number of shown packets before it.
         num_packets: number of counted packets that are shown.
         first_number: number of the first frame of ``frames``.
         frames: iterator over (number, frame), ascending, from the keyframe where decoding began.
@@ -331,44 +350,46 @@ class _KeyframeDecoder:
             raise FrameNumbersUnknown
         has_table = is_indexed(container)
         table_of_contents = index_of(stream) if has_table else ()
-        lists_all_packets = 0 < len(table_of_contents) == stream.frames
+        lists_all_packets = len(table_of_contents) > 0 and len(table_of_contents) == stream.frames
         if lists_all_packets:
             self._find_keyframes(_listed_packets(table_of_contents), last_needed)
-            return
-        if not has_table and _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
+        elif has_table or not _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
+            self._find_keyframes(_read_packets(container, stream, uses_dts=has_table), last_needed)
+            self._seek(self._seek_times[0])  # reading has moved away from the first keyframe
+        else:
             raise FrameNumbersUnknown
-        self._find_keyframes(_read_packets(container, stream, uses_dts=has_table), last_needed)
-        self._seek(self._seek_times[0])  # back to the first keyframe
 
     def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
         """Find the keyframes, and count the shown packets, up to a keyframe that is surely after frame ``last_needed``.
 
         Called once; sets ``min_numbers``, ``num_packets``, ``_min_number_by_position`` and ``_seek_times``.
         """
-        num_shown = 0
         keyframe_times: list[int] = []
-        latest_time = -_NO_LIMIT
+        latest_time = -_NO_LIMIT  # of all packets so far
         for position, time, is_keyframe, is_hidden in packets:
             if time is None:
                 raise FrameNumbersUnknown
             if is_keyframe:
-                if position is None or position < 0 or position in self._min_number_by_position:
-                    raise FrameNumbersUnknown  # the keyframe could not be recognized after seeking
                 keyframe_times.append(time)
-                self.min_numbers.append(num_shown)
-                self._min_number_by_position[position] = num_shown
+                self._add_keyframe(position)
             elif not keyframe_times:  # decoders show nothing before the first keyframe
                 raise FrameNumbersUnknown
             if not is_hidden:
-                num_shown += 1
+                self.num_packets += 1
             latest_time = max(latest_time, time)
-            if is_keyframe and num_shown > last_needed + _MAX_REORDERED_PACKETS:
+            if is_keyframe and self.num_packets > last_needed + _MAX_REORDERED_PACKETS:
                 break
         if not keyframe_times:
             raise FrameNumbersUnknown
-        # Seeking finds the last keyframe before a time, so a keyframe is found from just before the next one.
+        # Seeking finds the last keyframe up to a time: for each keyframe, one just before the next keyframe.
         self._seek_times = [*(time - 1 for time in keyframe_times[1:]), latest_time]
-        self.num_packets = num_shown
+
+    def _add_keyframe(self, position: int | None) -> None:
+        """Add the keyframe after the packets counted so far, to be recognized by its position in the file."""
+        if position is None or position < 0 or position in self._min_number_by_position:
+            raise FrameNumbersUnknown
+        self.min_numbers.append(self.num_packets)
+        self._min_number_by_position[position] = self.num_packets
 
     def _seek(self, time: int) -> None:
         """Move to the last keyframe at or before a time, in units of the stream."""
@@ -388,6 +409,14 @@ class _KeyframeDecoder:
         self.first_number = self.next_needed = self._min_number_by_position[keyframe.pos] + num_leading
         self.frames = self._decode(chain(first_packets, packets), keyframe.pts, self.first_number)
 
+    def start_at_beginning(self) -> None:
+        """Decode from the current position; FrameNumbersUnknown unless the first packet gives frame 0."""
+        self.start()
+        first_frame = next(self.frames, None)
+        if self.first_number != 0 or first_frame is None:  # the file begins with pictures that decoders leave out
+            raise FrameNumbersUnknown
+        self.frames = chain([first_frame], self.frames)
+
     def start_before(self, keyframe_index: int, number: int) -> None:
         """Decode from the keyframe at this index, or an earlier one if frame ``number`` is shown before it."""
         for index in range(keyframe_index, -1, -1):
@@ -400,32 +429,26 @@ class _KeyframeDecoder:
     def _decode(self, packets: Iterable[Any], first_time: int, first_number: int) -> Iterator[tuple[int, Any]]:
         """Decode packets that begin with a keyframe, and yield (number, frame) from the keyframe's frame on.
 
-        ``first_time`` and ``first_number`` are those of the keyframe's frame. Shown packets are numbered in order of
-        time; each must give one frame of the same time, except packets that are skipped to save time.
+        ``first_time`` and ``first_number`` are those of the keyframe's frame.
         """
-        number = first_number  # of the earliest pending packet
+        numbers = _FrameNumbers(first_number)
         unit_prefix_bytes = self._unit_prefix_bytes()
-        pending: list[_PendingPacket] = []  # a heap of the shown packets whose frame was not yielded so far
-        for packet_index, packet in enumerate(packets):
-            # Reordering moves a frame by fewer packets than this margin, so the needed frame itself is not skipped.
-            is_far_ahead = first_number + packet_index + _MAX_REORDERED_PACKETS < self.next_needed
-            is_skipped = is_far_ahead and _is_leaf(packet, unit_prefix_bytes)
+        for packet_number, packet in enumerate(packets, first_number):
+            # A frame's number differs from its packet's by less than this margin, so the needed frame is not skipped.
+            is_far_ahead = packet_number + _MAX_REORDERED_PACKETS < self.next_needed
+            is_skipped = is_far_ahead and _is_unreferenced(packet, unit_prefix_bytes)
             if _is_shown(packet) and packet.pts >= first_time:
-                heappush(pending, _PendingPacket(packet.pts, is_skipped))
+                numbers.add(packet.pts, is_skipped=is_skipped)
             if is_skipped:
                 continue
             for frame in packet.decode():
-                if frame.pts is not None and frame.pts < first_time:
-                    continue  # a leading picture, which belongs to the group before
-                while pending and pending[0].is_skipped:
-                    heappop(pending)
-                    number += 1
-                if not pending or frame.pts != heappop(pending).time or frame.is_corrupt:
+                is_leading = frame.pts is not None and frame.pts < first_time  # it belongs to the group before
+                if is_leading:
+                    continue
+                is_first = frame.pts == first_time
+                if frame.is_corrupt or (is_first and not frame.key_frame):
                     raise FrameNumbersUnknown
-                if frame.pts == first_time and not frame.key_frame:
-                    raise FrameNumbersUnknown
-                yield number, frame
-                number += 1
+                yield numbers.number_of(frame), frame
 
     def _unit_prefix_bytes(self) -> int:
         """Return the bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if none."""
@@ -452,16 +475,13 @@ def needed_frames(
     if max_gap <= MIN_SKIPPED:  # seeking would skip nothing
         yield from all_frames(container, stream, numbers)
         return
-    decoder = _KeyframeDecoder(container, stream, numbers[-1] if num_frames is None else _NO_LIMIT)
-    if num_frames is not None and num_frames != decoder.num_packets:
-        raise FrameNumbersUnknown
-    decoder.start()
-    if decoder.first_number != 0:  # the file begins with pictures that decoders leave out
-        raise FrameNumbersUnknown
-    first_frame = next(decoder.frames, None)  # even if it is not needed: this checks that it matches its packet
-    if first_frame is None:
-        raise FrameNumbersUnknown
-    decoder.frames = chain([first_frame], decoder.frames)
+    if num_frames is None:
+        decoder = _KeyframeDecoder(container, stream, last_needed=numbers[-1])
+    else:
+        decoder = _KeyframeDecoder(container, stream, last_needed=_NO_LIMIT)  # counts all packets
+        if decoder.num_packets != num_frames:
+            raise FrameNumbersUnknown
+    decoder.start_at_beginning()
     yield from _seek_each(decoder, numbers)
 
 
@@ -499,26 +519,24 @@ def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], 
 
 
 def count_frames(container: Any, stream: Any) -> int:
-    """Count the packets before the last keyframe, and the frames decoded from there on.
+    """Count the frames of a file by decoding only the first frames, as a check, and those from the last keyframe on.
 
-    Decoding checks the first frames of the file, too. In a truncated file, only frames that can be decoded count.
-    ``container`` is an opened file at its beginning, which cannot be used afterwards. FrameNumbersUnknown if all frames
-    must be decoded to count them.
+    FrameNumbersUnknown if all frames must be decoded to count them. ``container`` is an opened file at its beginning,
+    which cannot be used afterwards.
     """
     if stream.codec_context.codec.canonical_name not in _COUNTED_CODECS:
         raise FrameNumbersUnknown
-    decoder = _KeyframeDecoder(container, stream, _NO_LIMIT)
-    num_keyframes = len(decoder.min_numbers)
-    if num_keyframes < _MIN_KEYFRAMES:
+    decoder = _KeyframeDecoder(container, stream, last_needed=_NO_LIMIT)
+    last_keyframe = len(decoder.min_numbers) - 1
+    if last_keyframe + 1 < _MIN_KEYFRAMES:
         raise FrameNumbersUnknown  # with so few keyframes, counting would not be faster than decoding
-    decoder.start()
-    num_checked = _count(islice(decoder.frames, _NUM_CHECKED_FRAMES))
-    if decoder.first_number != 0 or num_checked < _NUM_CHECKED_FRAMES:
+    decoder.start_at_beginning()
+    if _count(islice(decoder.frames, _NUM_CHECKED_FRAMES)) < _NUM_CHECKED_FRAMES:
         raise FrameNumbersUnknown
-    min_last_number = decoder.min_numbers[-1]
-    decoder.start_before(num_keyframes - 1, min_last_number)
+    min_last_number = decoder.min_numbers[last_keyframe]
+    decoder.start_before(last_keyframe, min_last_number)
     num_frames = decoder.first_number + _count(decoder.frames)
-    if num_frames <= min_last_number:  # the last group cannot be decoded
+    if num_frames <= min_last_number:  # the file is truncated: no frame from the last keyframe on can be decoded
         raise FrameNumbersUnknown
     return num_frames
 
@@ -533,7 +551,7 @@ def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | Non
             return
 
 
-def _is_leaf(packet: Any, prefix_bytes: int) -> bool:
+def _is_unreferenced(packet: Any, prefix_bytes: int) -> bool:
     """Return whether no other frame depends on a packet of H.264: nal_ref_idc is 0 in all its units.
 
     In parameter sets it is never 0 (ISO/IEC 14496-10, 7.4.1), so packets with these are never left out. Each unit

@@ -122,8 +122,8 @@ def test_unreferenced_frames_are_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_packets_with_parameter_sets_are_not_skipped() -> None:
     picture, parameters = b"\x00\x02\x01\x80", b"\x00\x02\x68\x80"  # a slice and a picture parameter set
-    assert videos._is_leaf(picture, 2)
-    assert not videos._is_leaf(parameters + picture, 2)
+    assert videos._is_unreferenced(picture, 2)
+    assert not videos._is_unreferenced(parameters + picture, 2)
 
 
 @pytest.mark.parametrize("name", ALL_DECODED)
