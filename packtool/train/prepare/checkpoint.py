@@ -78,10 +78,7 @@ def crc_of(checkpoint: str, name: str) -> int:
 
 
 def find_damage(checkpoint: str, checksums: Checksums, *, only_model: bool = False) -> Iterator[str]:
-    """Yield a sentence for each missing or changed file of a checkpoint.
-
-    ``checksums`` are those of the finished checkpoint, empty from an older packtool. ``only_model``: only weights.
-    """
+    """Yield a sentence for each missing or changed file of a checkpoint, by the ``checksums`` of the finished one."""
     for name, (size, crc) in checksums.items():
         if only_model and not _WEIGHTS.fullmatch(name):
             continue
@@ -113,10 +110,7 @@ _MAKE_ROOM = (
 
 @contextlib.contextmanager
 def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn errors of writing a checkpoint or another directory into a StorageError, and remove the directory.
-
-    ``num_bytes`` is the approximate size of the directory, if known.
-    """
+    """Turn errors of writing a directory, of about ``num_bytes``, into a StorageError, and remove the directory."""
     try:
         yield
     except PacktoolError:
@@ -310,11 +304,7 @@ class RunState:
     ) -> None:
         """Raise a MismatchError with every difference if a run with this state cannot resume from a checkpoint.
 
-        Args:
-            checkpoint: its name in the error.
-            saved: the state in the checkpoint.
-            data_may_change: fields that follow from the caches may differ (``FROM_DATA``).
-            cache_differences: a line for each difference of the caches, for the error.
+        With ``data_may_change``, fields in ``FROM_DATA`` may differ; ``cache_differences`` are lines for the error.
         """
         different = self._different_fields(saved, data_may_change=data_may_change)
         if not different:
@@ -485,11 +475,8 @@ def run_directory(directory: str) -> str:
 
 
 def finished_checkpoints(output_dir: str) -> list[str]:
-    """The finished checkpoints in a directory, the newest last; without those whose state is damaged.
-
-    They are ordered by the time in their state: an earlier run may have trained more steps, and copying a file
-    changes its time.
-    """
+    """The finished checkpoints in a directory, the newest last; without those whose state is damaged."""
+    # By the saved time: an earlier run may have trained more steps, and copying a file changes its time.
     saved = [(_saved_at(checkpoint), checkpoint) for checkpoint in _checkpoints(output_dir)]
     return [checkpoint for _, checkpoint in sorted((at, name) for at, name in saved if at is not None)]
 

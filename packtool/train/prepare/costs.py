@@ -264,10 +264,7 @@ class ExpectedTime:
         return np.maximum(seconds, times.launch_seconds)  # no less than launching the kernels takes
 
     def gathering_seconds(self, config: TrainConfig, plan: EpochPlan) -> Seconds:
-        """Seconds in which each micro-batch gathers the keys and values of shared prefixes, (C,).
-
-        Ranks that share a micro-batch divide the keys, as they divide the heads or the sequence.
-        """
+        """Seconds in which a rank gathers the keys and values of shared prefixes in each micro-batch, (C,)."""
         keys = plan.steps.micro_batch_sums(plan.packs.gathered_keys_per_pack())
         return np.asarray(keys * self._machine(config).key_seconds / config.sequence_parallel_ranks)
 

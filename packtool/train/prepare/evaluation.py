@@ -114,10 +114,7 @@ def _check_writable(output: str) -> None:
 
 
 def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConfig, list[str]]:
-    """Decide ``--eval-strategy`` and ``--eval-steps`` of a run; return its settings, and notes for the user.
-
-    As in ms-swift, a val split is by default evaluated when checkpoints are saved.
-    """
+    """Decide ``--eval-strategy`` and ``--eval-steps`` of a run; return its settings, and notes for the user."""
     eval_steps = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
         return dataclasses.replace(config, eval_steps=eval_steps), []
@@ -163,14 +160,7 @@ def plan_of_samples(
     limit: int | None = None,
     alignment: int = 1,
 ) -> EvaluationPlan:
-    """Plan the micro-batches of an evaluation.
-
-    Args:
-        max_tokens: maximum tokens of a micro-batch; a ConfigError if a sample alone has more.
-        max_samples: maximum samples of a micro-batch.
-        limit: take only the first ``limit`` samples.
-        alignment: each sample is padded to a multiple of this number of tokens.
-    """
+    """Plan the evaluation of the first ``limit`` samples, each padded to a multiple of ``alignment`` tokens."""
     lengths = reader.index.length[:limit]
     padded_lengths = aligned_lengths(lengths, alignment)
     if max_tokens is not None and padded_lengths.max(initial=0) > max_tokens:

@@ -101,10 +101,7 @@ def _cache_line(cache: str, summary: ExportSummary) -> str:
 def rows_fingerprint(
     export_config: ExportConfig, files: ModelFiles, specs: Sequence[SourceSpec], *, with_times: bool = True
 ) -> str:
-    """Fingerprint of an export: its options, the model, and each file's path, size and time.
-
-    ``with_times`` includes modification times of local files, which differ between machines.
-    """
+    """Fingerprint of an export: its options, the model, and each file's path, size and, ``with_times``, time."""
     identity = dataclasses.asdict(identity_of(export_config, files, media_encoding(files, export_config).limits))
     identity["spec"] = {name: value for name, value in identity["spec"].items() if name not in PATH_SETTINGS}
     states = [(spec, storage.stat(spec.path)) for spec in specs]

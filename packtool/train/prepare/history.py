@@ -324,10 +324,7 @@ class RunRecord:
         return segments
 
     def save(self, checkpoint: str, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()) -> None:
-        """Write the ledger into a checkpoint after ``step`` steps.
-
-        Since the last checkpoint, all ranks skipped the samples ``skipped``, and steps ``left_out`` changed no weight.
-        """
+        """Write the ledger after ``step`` steps into a checkpoint; arguments are as for ``ledger_after``."""
         # The rows of local caches are recorded, to match samples after a cache was removed. Those of remote caches are
         # read only when they are needed, because reading them copies all shards.
         reader, history = self._timeline.inputs.for_training.reader, history_of(checkpoint)
@@ -354,10 +351,7 @@ def _with_recipe_copy(segment: Segment, folder: str) -> Segment:
 def ledger_after(
     ledger: Ledger, timeline: Timeline, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()
 ) -> Ledger:
-    """Count the steps of a run from the step of ``ledger`` up to ``step``, and return the ledger after them.
-
-    In these steps, all ranks skipped the samples ``skipped``, and the steps ``left_out`` changed no weight.
-    """
+    """Count the steps up to ``step``, except ``skipped`` samples and the steps ``left_out``; return the new ledger."""
     inputs = timeline.inputs
     while ledger.step < step:
         span = timeline.span_at(ledger.step)

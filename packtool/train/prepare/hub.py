@@ -76,10 +76,7 @@ class HubUploads:
         progress.note(f"uploaded to {self._api.endpoint}/{self.repo}")
 
     def _upload(self, checkpoint: str, step: int, temporary: str | None = None) -> None:
-        """Upload a checkpoint's model, and with some strategies all of its files into a folder of the repository.
-
-        An error is kept in ``self._error``. The directory ``temporary`` is removed afterwards.
-        """
+        """Upload the model, and with some strategies all files into a folder; an error is kept in ``self._error``."""
         message = f"Training in progress, step {step}"
         # Folder in the repository, commit message, and patterns of files to leave out; "" is the top level, which has
         # only the model.

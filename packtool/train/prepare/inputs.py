@@ -463,7 +463,7 @@ class Inputs:
     def first_epoch_fraction(self, number: int, step: int, batch_shape: BatchShape) -> tuple[float, int]:
         """The fraction of an epoch, in (0, 1], that a stage starting at ``step`` trains first; its epochs, rounded up.
 
-        A stage of 2.3 epochs has a first epoch of 0.3 and two full ones, (0.3, 3).
+        For example (0.3, 3), for 2.3 epochs.
         """
         epochs = self.stage_end(number)
         if self.config.max_steps is not None:

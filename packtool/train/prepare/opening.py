@@ -49,12 +49,7 @@ def choices_of_targets(
 ) -> TargetChoices:
     """The choice of target tokens of each cache whose loss scale differs from that of its export, else None.
 
-    Raises a MismatchError if the choice needs the rows, as with rules that weight parts of a text.
-
-    Args:
-        files: of the model, with the caches' chat template.
-        loss_scale: of the run, for sources without their own.
-        recipe: of the mixture, whose sources are the caches in their order; None without a mixture.
+    ``loss_scale`` is that of the run, for the caches to which the recipe of a mixture gives none of their own.
     """
     choices = []
     for number, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
@@ -270,9 +265,9 @@ def _make_inputs(
     files: ModelFiles | None,
     **fields: Any,
 ) -> Inputs:
-    """Make ``Inputs`` with the costs of the model, or of a model with 8 billion weights if ``files`` is None.
+    """Make ``Inputs`` with the costs of the model, or of an 8B model if ``files`` is None.
 
-    ``fields`` are the other fields of ``Inputs``, such as ``lengths``.
+    ``fields`` are the other fields, such as ``lengths``.
     """
     model = MODEL_PRESETS["8b"] if files is None else files.config
     return Inputs(

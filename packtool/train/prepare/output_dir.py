@@ -156,11 +156,7 @@ class ResumePoint:
 
 
 def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
-    """Find the checkpoint that a run resumes from or loads weights from, and check that its output directory is free.
-
-    Returns:
-        the checkpoint's directory, None without one; and warnings on damaged checkpoints.
-    """
+    """Find the checkpoint of a run, with warnings on damaged ones, and check that its output directory is free."""
     _check_can_create(config.output_dir)
     checkpoint, warnings = find_checkpoint(
         config.resume_from_checkpoint, config.output_dir, only_model=config.resume_only_model
@@ -201,8 +197,6 @@ def refuse_other_run(config: TrainConfig) -> None:
 @contextlib.contextmanager
 def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
     """Create and lock the output directory in the first process of a run; a dry run only checks that no run uses it.
-
-    Directories that were created and are empty at the end are removed.
 
     Yields:
         the settings, in the first process with the new folder of ``--add-version`` as their output directory; and the

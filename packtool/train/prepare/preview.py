@@ -292,10 +292,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
 
 
 def resumed_figures(config: PlanConfig) -> dict[str, Any]:
-    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run; return figures by name, as for JSON.
-
-    The run keeps its own options, but takes the caches or the recipe of ``config`` if it has any.
-    """
+    """Preview how a run would resume with the caches or the recipe of ``config``, if any; return figures by name."""
     run = _resumed_run(config)
     checkpoint = run.resume_point.checkpoint
     assert checkpoint is not None, "the run resumes from one"

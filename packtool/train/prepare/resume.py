@@ -194,10 +194,7 @@ def _match_contents(
 
 
 def _hash_removed_samples(removed: Sequence[SourceLedger], positions: Int64Array) -> npt.NDArray[np.uint64] | None:
-    """Hash the contents of the samples at ``positions`` (M,) in the joined samples of ``removed``; uint64 (M,).
-
-    Returns None if one of their caches cannot be read.
-    """
+    """Hash the samples at ``positions`` (M,) of the joined caches, uint64 (M,); None if one of these cannot be read."""
     hashes = np.zeros(len(positions), np.uint64)
     stop = 0
     for source in removed:

@@ -248,10 +248,7 @@ _OPTIONS_WITHOUT_EFFECT = ("output_dir", "dataloader_num_workers", "data_change"
 
 
 def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState, num_steps: int) -> Iterator[str]:
-    """Yield a line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
-
-    Raises a MismatchError if a changed setting would have no effect, or would shift the learning rate schedule.
-    """
+    """Yield a line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run."""
     checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
     if checkpoint is None or saved_state is None:
         return

@@ -262,10 +262,7 @@ def first_pair(packs: PackPlan) -> Int64Array | None:
 
 
 def load_shared_prefixes(packs: PackPlan, parts: str, reader: CacheReader) -> SharedPrefixes | None:
-    """Return the prefixes that the samples of a saved plan share; None if its packs share none.
-
-    ``parts`` is the plan's placement of trees that take several packs: ``together``, ``apart``, or empty without any.
-    """
+    """Return the prefixes that the samples of a saved plan share; None if its packs share none."""
     if packs.shared_tokens is None:
         return None
     prefixes = _recorded_prefixes(reader, is_required=True)

@@ -181,11 +181,7 @@ def _unchanged(sample: EncodedSample) -> EncodedSample:
 
 
 def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunState, list[str]]:
-    """Open the rows of a stream, and check that model, rows and options fit; reads the first rows of a few files.
-
-    Returns:
-        the source from the first row, the state of a run that starts there, and notes for the user.
-    """
+    """Open a stream, check model, options and first rows, and return the source, its state and notes for the user."""
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
     # Rows are read and encoded as by an export with the same options, but into no directory.

@@ -391,10 +391,7 @@ class Timeline:
         return math.ceil(self.num_steps / self.steps_per_epoch * self.first_plan.summary.num_steps_without_packing)
 
     def num_empty_micro_batches(self) -> int:
-        """Micro-batches without samples, over all ranks and full epochs, if each has as many as the first.
-
-        Each epoch has them in its last step; with Skrull their number differs a little between epochs.
-        """
+        """Micro-batches without samples, over all ranks and full epochs, if each has as many as the first."""
         if self.inputs.stages:
             return round(self._sum_over_epochs(lambda plan: plan.steps.num_empty_micro_batches))
         return self.num_steps // self.steps_per_epoch * self.first_plan.steps.num_empty_micro_batches

@@ -17,10 +17,7 @@ _MIN_WAITED_SECONDS = 10.0
 
 
 def choose_workers(media_seconds: float, cores: int) -> int:
-    """Number of loading processes of a rank, limited by its cores.
-
-    There is one for every 0.1 s that one core needs to load the media of a micro-batch.
-    """
+    """Loading processes of a rank: one for each 0.1 s in which one core loads the media of a micro-batch."""
     return max(min(math.ceil(media_seconds / _SECONDS_OF_A_WORKER), cores - 1, _MAX_WORKERS), 1)
 
 
