@@ -37,12 +37,7 @@ _DEFAULT_WAIT_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Processes:
-    """Number of processes, and the address at which they meet.
-
-    Args:
-        node_rank: 0-based number of this machine.
-        address, port: of the first machine; None if the environment does not set them.
-    """
+    """Number of processes on all machines, and the address of the first one, at which they meet."""
 
     per_node: int = 1
     num_nodes: int = 1

@@ -126,10 +126,9 @@ def _signal_ranks(number: int) -> bool:
 
 
 class LauncherGroup:
-    """The connection of this machine's launcher to those of the other machines.
+    """The connection of this machine's launcher to those of the other machines, by the store of node 0.
 
-    ``rank`` is this machine's 0-based number, ``address`` and ``port`` are of node 0's store. ``max_wait_seconds``:
-    for other machines, at the start or after a failure.
+    ``max_wait_seconds``: for other machines, at the start or after a failure.
     """
 
     def __init__(

@@ -187,12 +187,9 @@ def _split_into_dashes(points: Sequence[Point], dashes: tuple[int, int]) -> Iter
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A logged figure by step.
+    """A logged figure by step, with ``name`` at its end; it is interrupted where ``y`` is not finite.
 
-    Args:
-        x, y: (N,), x ascending; the curve is interrupted where y is not finite.
-        style: ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
-        name: text at the end of the curve.
+    ``style`` is ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
     """
 
     x: Numbers

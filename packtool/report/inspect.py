@@ -137,11 +137,9 @@ def _dropped_lines(figures: Figures) -> list[Line]:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a sample that are shown in one style.
+    """Consecutive tokens of a sample in one style; media and truncated tokens are described in brackets.
 
-    Args:
-        text: of the tokens; a description in brackets for media and for truncated tokens.
-        weight: loss weight of trained tokens.
+    ``weight`` is the loss weight of trained tokens.
     """
 
     style: Style
@@ -403,11 +401,8 @@ def _branch_figures(
     """Return figures of the shared prefixes of a pack, and of the tokens that each sample adds to them.
 
     ``start`` and ``end`` are the range of a branch's tokens in the pack, ``positions`` the first and the last in each
-    of its samples, ``prefix`` the number of the prefix before it or None, ``trained`` the ranges of trained tokens.
-
-    Args:
-        branches: parents first; a branch of several samples is a shared prefix.
-        media_tokens: locates media in samples; None if no sample is divided into branches, or none has media.
+    of its samples, ``prefix`` the number of the prefix before it. ``branches`` are parents first; without
+    ``media_tokens``, all media of a sample are in its branch.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []

@@ -320,9 +320,7 @@ def histogram(
 ) -> Chart:
     """Return a bar chart of counts of a plural ``noun`` by values in a ``unit``.
 
-    Args:
-        suffix: unit after the numbers of a linear horizontal axis.
-        vertical_lines: (value, name) of each line; lines far beyond the bars are left out.
+    ``suffix`` follows the numbers of a linear axis; ``vertical_lines`` (value, name) far beyond the bars are left out.
     """
     low, high = counted.edges[0], counted.edges[-1]
     max_value = low + 1.5 * (high - low)

@@ -130,12 +130,9 @@ def trained_lines(figures: Figures) -> Iterator[str]:
 
 
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
-    """Plan a step of a run again; return its samples by rank, micro-batch and pack.
+    """Plan a step of a run again, 1-based as in the log; return its samples by rank, micro-batch and pack.
 
-    Args:
-        output_dir: of the run, or a checkpoint.
-        step: 1-based, as in the log.
-        model: present directory of the model; None if it has not moved.
+    ``output_dir`` may be a checkpoint. ``model`` is the model's present directory; None if it has not moved.
     """
     output_dir = run_directory(output_dir)
     step_index = step - 1
@@ -227,10 +224,7 @@ def _sample_lines(samples: Sequence[Figures]) -> list[str]:
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
     """Find the steps of a run that trained a sample, number ``row`` of its cache, by planning them again.
 
-    Args:
-        output_dir: of the run, or a checkpoint.
-        cache: directory of the sample's cache; None if the run has only one.
-        model: present directory of the model; None if it has not moved.
+    ``cache`` is None if the run has only one, ``model`` if the model has not moved.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)

@@ -97,13 +97,9 @@ def names_of(paths: Sequence[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Cost of a strategy over its simulated steps.
+    """Cost of a strategy over its S steps, for N sequences; tokens and FLOPs are without padding.
 
-    Args:
-        num_tokens: without padding.
-        flops_of_sequences: (N,), forward and backward, without padding.
-        local_share: share, 0 to 1, of the tokens of sequences on one device.
-        out_of_memory: bool (S,), steps in which a device exceeds its memory.
+    ``local_share`` is the share of the tokens of sequences on one device; ``out_of_memory``, (S,), is of each step.
     """
 
     name: StrategyName
