@@ -134,10 +134,9 @@ class Mixture:
         return self._draw(epoch)[self._interleaved]
 
     def epoch_counts(self, epoch: int, trained: Int64Array) -> Int64Array:
-        """Return how often an epoch trains each sample, (N,), if its beginning was trained before the data changed.
+        """Return how often an epoch draws each sample, (N,), if it began with samples that ``trained``, (N,), counts.
 
-        ``trained``, (N,), counts the samples of that beginning. They may be others than this mixture draws: for each
-        such sample, one that it draws from the same source is left out, so that the epoch does not grow.
+        For each trained sample that this mixture does not draw, one that it draws from the same source is left out.
         """
         counts = np.bincount(self.draw(epoch), minlength=len(trained))
         remaining = np.maximum(counts - trained, 0)
@@ -147,7 +146,7 @@ class Mixture:
                 continue
             num_to_train = max(self.counts[source] - num_trained, 0)
             num_to_leave_out = int(remaining[start:stop].sum()) - num_to_train
-            # Samples that every epoch has stay. Those drawn from the pool are distinct.
+            # Only samples drawn from the pool are left out, which are distinct; every epoch has the fixed ones.
             num_fixed = len(self._selections[source].fixed)
             drawn = self._draw_source(source, epoch)[num_fixed:]
             untrained = drawn[remaining[drawn] > 0]
@@ -257,7 +256,7 @@ def make_mixture(
     for source, samples, size in zip(recipe.sources, candidates, np.diff(offsets).tolist(), strict=True):
         if source.is_taken:
             num_filtered += size - len(samples)
-    sample_sizes = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
+    sample_sizes = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]  # None: 1 each
     counts = _count_draws(recipe, candidates, sample_sizes)
     num_candidates = sum(len(samples) for samples in candidates)
     check_drawn(sum(counts), num_candidates, recipe.place or "an epoch")
@@ -309,23 +308,22 @@ def _allowed_samples(source: SourceRecipe, lengths: IntArray, max_length: int, p
 
 
 def _count_draws(recipe: Recipe, candidates: list[Int64Array], sample_sizes: IntArray | None) -> tuple[int, ...]:
-    """Compute the number of samples that an epoch draws from each source: what the recipe asks for, by default all.
+    """Compute the number of samples that an epoch draws from each source, by its amount (by default all) or weight.
 
-    ``candidates`` are the samples of each source that can be drawn. ``sample_sizes``, (N,), are those of all samples
-    in the recipe's unit; None where the unit is samples.
+    ``sample_sizes``, (N,), are of all samples, in the recipe's unit; None where the unit is samples.
     """
-    num_candidates = [len(samples) for samples in candidates]
+    num_candidates = np.array([len(samples) for samples in candidates])
     if not recipe.has_weights:
         counts = []
-        for source, num in zip(recipe.sources, num_candidates, strict=True):
+        for source, num in zip(recipe.sources, num_candidates.tolist(), strict=True):
             counts.append(num if source.amount is None else source.amount.of(num))
         return tuple(counts)
-    if sample_sizes is None:
-        source_sizes = np.array(num_candidates, float)
-    else:
+    source_sizes = num_candidates.astype(float)
+    if sample_sizes is not None:
         source_sizes = np.array([int(sample_sizes[samples].sum(dtype=np.int64)) for samples in candidates], float)
     _check_sizes(recipe, source_sizes)
-    num_drawn = np.rint(np.minimum(_times_drawn(recipe, source_sizes) * num_candidates, MAX_AMOUNT))
+    times_drawn = _times_drawn(recipe, source_sizes)
+    num_drawn = np.rint(np.minimum(times_drawn * num_candidates, MAX_AMOUNT))
     min_drawn = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
     return tuple(np.maximum(num_drawn, min_drawn).astype(np.int64).tolist())
 

@@ -48,10 +48,9 @@ def pack(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Decide which samples share a pack: a pure function, the same on every machine.
+    """Decide which samples share a pack: a pure function, the same on every machine; every epoch has as many packs.
 
-    The samples that share a pack and the order of packs are drawn from ``seed`` and ``epoch``; every epoch has equally
-    many packs. Without shuffling, and always with ``sequential``, the order of the cache is kept as far as possible.
+    Without shuffling, and always with ``sequential``, the order of the cache is kept as far as possible.
 
     ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``. Samples without
     tokens, or that exceed a budget of a pack, are a DataError; options out of range a ConfigError.
@@ -81,15 +80,16 @@ def pack_trees(
 ) -> PackPlan:
     """Pack the groups of prefix trees, each like one sample; return packs of samples.
 
-    ``lengths``, (n,), are tokens of each sample with its prefix; ``media_tokens``, (n,), are those that it adds to its
-    group; both are by sample number. A group has at most ``capacity`` tokens. Further arguments are as for ``pack``.
+    By sample number: ``lengths``, (n,), are tokens of a sample with its prefix, ``media_tokens``, (n,), those that the
+    sample adds to its group. Other arguments are as for ``pack``.
     """
     assert options.max_samples_per_pack is None, "packing counts a group as one sample"
     group_media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
     group_tokens = trees.sums_per_group(trees.new_tokens(lengths))
     packs_of_groups = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
     if trees.part_placement == "apart":  # no two groups of a tree in one pack
-        tree_of_group = trees.tree_ids[trees.offsets[:-1]]  # that of the first sample of the group
+        first_samples = trees.offsets[:-1]
+        tree_of_group = trees.tree_ids[first_samples]
         max_media = options.max_media_tokens_per_pack
         packs_of_groups = separate_groups(packs_of_groups, tree_of_group, group_media, max_media)
     return trees.expand(packs_of_groups, lengths)
@@ -202,30 +202,27 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
 
 
 def _pack_in_batches(job: _Job) -> PackPlan:
-    """Pack batches of samples with ``binpacking.to_constant_volume``.
+    """Pack batches of samples with the library binpacking.
 
-    Samples are divided into chains of ``BATCHES_PER_CHAIN`` batches, which any number of processes pack separately. In
-    a chain, the last pack of a batch, if not full, is packed again with the next batch.
+    Samples are divided into chains of ``BATCHES_PER_CHAIN`` batches, which any number of processes pack separately.
     """
     num_samples, options = len(job.lengths), job.options
     order = np.arange(num_samples, dtype=np.int64)
     if options.shuffle:
-        # The order is the same in all epochs, so that all have equally many packs.
+        # The same batches in all epochs, so that all have equally many packs.
         order = seeded_order(num_samples, seed=job.seed, epoch=0, stream=RandomStream.BATCHES)
     chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
     chains = np.split(order, range(chain_size, num_samples, chain_size))
     plan = _pack_separately(job, chains, _pack_chain, _MIN_SAMPLES_FOR_CHAIN_PROCESSES)
-    assert plan.num_samples == num_samples, "binpacking loses no samples"
+    assert plan.num_samples == num_samples, "binpacking lost samples"
     if options.shuffle:
-        # Shuffle samples of equal length, so that every epoch has other packs.
-        positions_longest_first = np.argsort(-plan.lengths, kind="stable")
-        plan.samples[positions_longest_first] = seeded_order(
-            num_samples,
-            seed=job.seed,
-            epoch=job.epoch,
-            stream=RandomStream.WITHIN_LENGTH_OF_BATCHES,
-            descending_by=job.lengths,
+        # In every epoch, samples of equal length exchange their packs at random.
+        stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
+        longest_first = seeded_order(
+            num_samples, seed=job.seed, epoch=job.epoch, stream=stream, descending_by=job.lengths
         )
+        slots_longest_first = np.argsort(-plan.lengths, kind="stable")
+        plan.samples[slots_longest_first] = longest_first
     return _order_packs(plan, job)
 
 
@@ -317,8 +314,7 @@ def place_sequential(
 ) -> tuple[Int64Array, Int64Array]:
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
-    The next sample of a pack is the one that, alone or with a second one, leaves the fewest tokens free (as in exact
-    fit: Gupta and Ho 1999). With ``look_ahead`` 0 this is next fit. It overtakes at most ``look_ahead`` samples.
+    The next sample of a pack is the one that, alone or with a second one, leaves the fewest tokens free.
 
     ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
     samples in pack order, int64 (N,), and the number of samples in each pack, (K,).
@@ -394,21 +390,20 @@ class _Queue:
     def best(self, free: int, free_media: int) -> int:
         """Find the index in ``_waiting``, by ascending length, of the sample that fills a pack best; -1 if none fits.
 
-        The longest sample that fits is compared with pairs: each of the longest samples that fit, with the longest
-        second sample that then still fits. Of a pair, the result is the longer sample.
+        It is the longest that fits, or the longer one of a pair that leaves fewer of the ``free`` tokens.
         """
         longest = self._longest_fitting(free, free_media)
         if longest < 0:
             return -1
         best, min_left = longest, free - self._length_at(longest)
-        first = longest  # index of the longer sample of a pair
+        first = longest  # the longer sample of a pair: the longest that fits, then shorter ones
         for _ in range(_MAX_ATTEMPTS):
             if min_left == 0 or first < 0:
                 break
             first_length = self._length_at(first)
-            if first_length < free - first_length:
-                break  # the longer sample of a pair that fills the space has at least half of it
             free_after_first = free - first_length
+            if free_after_first > first_length:
+                break  # the longer sample of a pair that fills the space has at least half of it
             media_after_first = free_media - self._media_at(first)
             second = self._longest_fitting(free_after_first, media_after_first, excluded=first)
             if second >= 0 and free_after_first - self._length_at(second) < min_left:

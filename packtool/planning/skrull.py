@@ -48,19 +48,17 @@ class PlacedMicroBatch(NamedTuple):
 def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
     """Assign each sample of ``packs`` to a rank and micro-batch; a step has the samples of its packs.
 
-    Samples are local to one of the devices that share a micro-batch, or sharded. The ranks of a step have equally many
-    micro-batches: empty ones are added at the end of each rank. ``flops``, (S,), are of ``packs.samples``.
+    Ranks with fewer micro-batches than others of their step get empty ones. ``flops``, (S,), are of ``packs.samples``.
     """
     assert options.skrull is not None
     options.skrull.check(packs.lengths)
     num_ranks = options.world_size
     order: list[int] = []
-    placement: list[int] = []  # of each sample in ``order``: the rank that it is local to, or ``SHARDED``
+    placement: list[int] = []  # of each sample in ``order``, as in ``StepAssignment``
     micro_batch_sizes: list[int] = []
     micro_batches_per_step: list[int] = []
-    # The samples of each step are consecutive; each step begins with the first sample of its first pack.
-    starts = packs.offsets[:-1][:: options.packs_per_step].tolist()
-    for start, stop in pairwise([*starts, packs.num_samples]):
+    step_starts = packs.offsets[:-1][:: options.packs_per_step].tolist()  # the first sample of each step's first pack
+    for start, stop in pairwise([*step_starts, packs.num_samples]):
         rank_batches = schedule_step(packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks)
         max_per_rank = max(map(len, rank_batches))
         for micro_batches in rank_batches:
@@ -82,10 +80,7 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
 def schedule_step(
     lengths: IntArray, flops: npt.NDArray[np.floating[Any]], options: SkrullOptions, *, num_ranks: int
 ) -> list[list[PlacedMicroBatch]]:
-    """Assign the sequences of an optimizer step, with ``lengths`` in tokens and ``flops`` of each, (n,).
-
-    Returns the micro-batches of each of ``num_ranks`` data-parallel ranks, in lists that may differ in length.
-    """
+    """Assign the sequences of an optimizer step, of ``lengths`` and ``flops`` (n,), to micro-batches of each rank."""
     group_size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     check_counts(num_ranks=num_ranks, sequence_parallel_size=group_size, alignment=alignment)
     options.check(lengths)
@@ -100,7 +95,7 @@ def schedule_step(
         capacity=options.bucket_size * group_size,
         times=times,
     )
-    # Data-parallel ranks get equal work before it is known which sequences are sharded.
+    # Data-parallel ranks get about equal work, counted as if no sequence were sharded.
     local_work = [load.flops for load in step.local_loads]
     heaviest_first = sorted(range(len(local_work)), key=lambda i: -local_work[i])
     sequences_of_ranks = assign_to_lightest(heaviest_first, local_work, num_ranks)
@@ -129,19 +124,22 @@ class _Step:
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
         fewest = self._fewest_micro_batches(ascending, self._place)
         assert fewest is not None, "each sequence fits alone"
-        candidates = [fewest]  # divisions, of which the fastest is taken
+        candidates = [fewest]
         if self.group_size > 1:
             all_sharded = self._fewest_micro_batches(ascending, self._shard_all)
             if all_sharded:
                 candidates.append(all_sharded)
-            # With all short sequences local; this may take more micro-batches, up to twice as many are tried.
+            # Sharding only long sequences may need more micro-batches.
             for num_batches in range(len(fewest), 2 * len(fewest) + 1):
                 short_local = self._divide_with_short_local(ascending, num_batches)
                 if short_local:
                     candidates.append(short_local)
                     break
         fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))
-        return sorted(fastest, key=lambda batch: -math.fsum(self.local_loads[i].flops for i in batch.samples))
+        return sorted(fastest, key=self._work_of, reverse=True)
+
+    def _work_of(self, batch: PlacedMicroBatch) -> float:
+        return math.fsum(self.local_loads[i].flops for i in batch.samples)
 
     def _fewest_micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
@@ -214,18 +212,17 @@ class _Step:
     def shard_longest(self, ascending: list[int], max_seconds: float) -> PlacedMicroBatch | None:
         """Shard the longest sequences, as many as is fastest; None if no placement takes less than ``max_seconds``.
 
-        The other sequences are local: longest first, each to the rank with the least work so far (LPT: Graham 1969,
-        "Bounds on multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank.
+        The other sequences are local: longest first, each to the rank with the least work so far (LPT).
         """
         longest_first = ascending[::-1]
         best = None
-        free_units = self.capacity  # of each rank, in N-ths of a token for N ranks
+        free_units = self.capacity  # of each rank
         sharded, sharded_tokens = NO_LOAD, 0
         local = Load.sum(self.local_loads[i] for i in longest_first)  # of all ranks
         for num_sharded in range(len(longest_first) + 1):
-            if num_sharded:
+            if num_sharded:  # one more than before
                 sequence = longest_first[num_sharded - 1]
-                free_units -= self.padded_sizes[sequence]  # an N-th of the tokens
+                free_units -= self.padded_sizes[sequence]
                 sharded = sharded.plus(self.sharded_loads[sequence])
                 sharded_tokens += self.padded_sizes[sequence]
                 local = local.minus(self.local_loads[sequence])
@@ -235,7 +232,7 @@ class _Step:
             mean_flops = mean_local.flops + sharded.flops / self.group_size
             if mean_flops / self.times.flops_per_second >= max_seconds:
                 break  # sharding makes more work, so this only gets worse
-            # Lower bound: some rank has the longest local sequence, and some rank at least the mean load.
+            # Lower bound of the time: some rank has the longest local sequence, and some rank at least the mean load.
             local_sequences = longest_first[num_sharded:]
             longest_local = self.local_loads[local_sequences[0]] if local_sequences else NO_LOAD
             min_loads = [longest_local, mean_local]
@@ -248,7 +245,8 @@ class _Step:
             seconds = self.times.micro_batch(rank_loads, sharded, sharded_tokens, self.group_size)
             if seconds < max_seconds:
                 max_seconds = seconds
-                best = PlacedMicroBatch(ascending, ranks[::-1] + [SHARDED] * num_sharded, seconds)
+                placement = ranks[::-1] + [SHARDED] * num_sharded  # of ``ascending``, the shortest first
+                best = PlacedMicroBatch(ascending, placement, seconds)
         return best
 
     def assign_local(self, descending: list[int], free_units: int) -> tuple[list[int], list[Load]] | None:
@@ -288,11 +286,10 @@ class _PartialPlacement:
         """Place a sequence that is no shorter than those placed before; return False if it fits nowhere.
 
         It becomes local to the rank with the least work, else to the rank with the most space, else sharded. While it
-        fits nowhere, the longest local sequence of the fullest rank is sharded, and all is tried again. A unit is an
-        N-th of a token for N ranks, so that the parts of a sharded sequence are integers.
+        does not fit, the longest local sequence of the fullest rank is sharded.
         """
         units_if_local = self.step.sizes[sequence] * self.step.group_size
-        units_if_sharded = self.step.padded_sizes[sequence]  # on every rank
+        units_if_sharded = self.step.padded_sizes[sequence]  # on every rank: an N-th of the tokens
         while True:
             if self.fits():
                 lightest_rank = self.loads.index(min(self.loads))
@@ -312,25 +309,23 @@ class _PartialPlacement:
     def best_placement(self) -> PlacedMicroBatch:
         """Return this placement, or a faster one with more sharded sequences; changes this object to find it.
 
-        Sequences are sharded one by one, the longest of the busiest rank each time, until this has not helped for as
-        many times as there are ranks.
+        Sequences are sharded one by one, the longest of the busiest rank each time.
         """
         step = self.step
-        placement = self.placement.copy()
-        min_seconds = self.seconds()
-        newly_sharded: list[int] = []
-        num_in_best = 0  # of these, the first that the fastest placement shards
-        while step.group_size > 1 and len(newly_sharded) < num_in_best + step.group_size:
+        best, min_seconds = self.placement.copy(), self.seconds()
+        num_failures = 0
+        while step.group_size > 1 and num_failures < step.group_size:
             busiest_rank = self.loads.index(max(self.loads))
             if not self.local[busiest_rank]:
                 break
-            newly_sharded.append(self._shard_longest_of(busiest_rank))
+            self._shard_longest_of(busiest_rank)
+            num_failures += 1
             seconds = self.seconds()
             if seconds < min_seconds and self.fits():
-                min_seconds, num_in_best = seconds, len(newly_sharded)
-        placement |= dict.fromkeys(newly_sharded[:num_in_best], SHARDED)
-        ascending = sorted(placement, key=lambda i: (step.sizes[i], i))
-        return PlacedMicroBatch(ascending, [placement[i] for i in ascending], min_seconds)
+                best, min_seconds = self.placement.copy(), seconds
+                num_failures = 0
+        ascending = sorted(best, key=lambda i: (step.sizes[i], i))
+        return PlacedMicroBatch(ascending, [best[i] for i in ascending], min_seconds)
 
     def place_locally(self, sequence: int, rank: int) -> None:
         self.free[rank] -= self.step.sizes[sequence] * self.step.group_size
@@ -345,11 +340,10 @@ class _PartialPlacement:
         self.sharded_tokens += padded
         self.placement[sequence] = SHARDED
 
-    def _shard_longest_of(self, rank: int) -> int:
-        """Shard the longest local sequence of a rank, and return it."""
+    def _shard_longest_of(self, rank: int) -> None:
+        """Shard the longest local sequence of a rank."""
         sequence = self.local[rank].pop()
         self.free[rank] += self.step.sizes[sequence] * self.step.group_size
         # Added up again: a difference of floats would leave a rest on an empty rank.
         self.loads[rank] = Load.sum(self.step.local_loads[i] for i in self.local[rank])
         self.shard(sequence)
-        return sequence

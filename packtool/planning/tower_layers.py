@@ -35,6 +35,11 @@ def _tower_width(vision: Mapping[str, Any]) -> int:
     return first_setting(vision, "embed_dim", "hidden_size") if _depth(vision) else 0
 
 
+def _is_qwen3(vision: Mapping[str, Any]) -> bool:
+    """Return whether a tower is that of Qwen3-VL or later, or of Qwen3-Omni."""
+    return "num_position_embeddings" in vision
+
+
 class _VisionNames(NamedTuple):
     """Names, widths and kinds of the modules of a vision tower's layers."""
 
@@ -47,7 +52,7 @@ class _VisionNames(NamedTuple):
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> _VisionNames:
-        """Read the layers of a model's vision tower, which must have one."""
+        """Read the names and widths from a model's ``config.json``; it must have a vision tower."""
         vision: Mapping[str, Any] = config["vision_config"]
         hidden = _tower_width(vision)
         mlp_width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
@@ -58,7 +63,7 @@ class _VisionNames(NamedTuple):
         key_and_value_width = 2 * hidden * num_key_heads // num_heads
         qkv_outputs = {"qkv": hidden + key_and_value_width}
         up, down = "linear_fc1", "linear_fc2"
-        if "num_position_embeddings" not in vision:  # towers before Qwen3-VL
+        if not _is_qwen3(vision):
             up, down = "fc1", "fc2"
             if "audio_config" in config:  # Qwen2.5-Omni
                 qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
@@ -69,7 +74,7 @@ class _VisionNames(NamedTuple):
 
 
 def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of the vision tower, with their work for one output token, or one tile of a picture."""
+    """Yield the modules of the vision tower, with their work for one unit, as in ``VisionPatches``."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
@@ -84,19 +89,19 @@ def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
         yield module("pos_embed", num_embeddings, hidden, kind="no_matmul")
     names = _VisionNames.of_config(config)
     merge_layer = _early_merge_layer(config)
+    share = 1.0  # of the positions, in this layer
+    pair_flops = 4.0 * hidden  # of attention: 2 each for a score and a sum of values, for every channel
     for layer in range(_depth(vision)):
-        is_merged = merge_layer is not None and layer > merge_layer
-        share = 1 / 4 if is_merged else 1.0  # of the positions: merging joins 2 x 2
         block = partial(module, layer=layer, uses_per_unit=num_positions * share)
-        # Scores and sums of values are 2 FLOPs each, for every pair of positions and every channel.
         if layer in patches.full_layers:
-            attention_flops = {"flops_per_square": 4.0 * hidden * share**2}
+            attention_flops = {"flops_per_square": pair_flops * share**2}
         else:
             num_pairs = num_positions * share * patches.positions_per_window
-            attention_flops = {"flops_per_unit": 4.0 * hidden * num_pairs}
+            attention_flops = {"flops_per_unit": pair_flops * num_pairs}
         yield from _vision_layer(block, f"blocks.{layer}", names, attention_flops)
         if layer == merge_layer:
             yield from _early_merger_modules(module, hidden, names.mlp_width, patches.num_positions)
+            share = 1 / 4  # 2 x 2 positions are merged
 
 
 def _values_per_patch(vision: Mapping[str, Any]) -> int:
@@ -150,14 +155,14 @@ def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[M
         return ()
     num_tokens = float(vision_patches(config).num_tokens)
     module = partial(new_module, "model.visual.", part="aligner", uses_per_unit=num_tokens, has_bias=True)
-    projector, qwen_projector = family_of(config).projector, Family.projector
-    if projector != qwen_projector:
+    projector = family_of(config).projector
+    if projector != Family.projector:  # the default, a merger as in Qwen2-VL
         return (_projector_modules(module, projector, _projector_widths(config, text_hidden)),)
     output_width = int(vision.get("out_hidden_size") or text_hidden)
     merged_width = hidden * _merge_side(config) ** 2
-    is_omni, is_before_qwen3 = "audio_config" in config, "num_position_embeddings" not in vision
+    is_omni = "audio_config" in config
     up, down, norm = "linear_fc1", "linear_fc2", "norm"
-    if is_omni or is_before_qwen3:
+    if is_omni or not _is_qwen3(vision):
         up, down, norm = "mlp.0", "mlp.2", "ln_q"
     mergers = []
     for name in _merger_names(config):
@@ -188,7 +193,7 @@ def _merger_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def _projector_widths(config: Mapping[str, Any], text_hidden: int) -> dict[str, int]:
-    """Return the widths that ``Family.projector`` names."""
+    """Return the widths of a projector's modules by the names that ``Family.projector`` gives them."""
     vision = config["vision_config"]
     tower_width = _tower_width(vision) * _num_feature_layers(config)
     # If MiniCPM-V has merged squares of 2 x 2 patches inside its tower, the projector merges 2 x 2 of these.
@@ -309,32 +314,22 @@ def _patches_of_tiles(vision: Mapping[str, Any], merge: int, num_tokens: int) ->
 
 
 def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of an audio tower, which ``--freeze-vit`` freezes, too, and of its projections.
+    """Yield the modules of an audio tower and of its projections, with their work for one output token.
 
-    Their work is for one output token; windows of attention count at their full width. Only the tower of Qwen3-Omni
-    has ``downsample_hidden_size``; others are like that of Qwen2.5-Omni.
+    Windows of attention count at their full width.
     """
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
         return
-    mel_bins = int(audio.get("num_mel_bins") or 128)
-    n_window = int(audio.get("n_window") or 100)
-    channels = int(audio.get("downsample_hidden_size") or 0)
-    is_qwen3 = channels > 0
-    # In Qwen2.5-Omni, four frames make two positions of the tower, which are averaged to one token.
-    num_frames, num_positions = 4.0, 1.0 if is_qwen3 else 2.0  # of a token
+    is_qwen3 = bool(audio.get("downsample_hidden_size"))  # Qwen3-Omni; other towers are like that of Qwen2.5-Omni
+    num_positions = 1.0 if is_qwen3 else 2.0  # of a token: two are averaged at the end of the tower
+    # ``--freeze-vit`` freezes the audio tower, too.
     module = partial(new_module, "model.audio_tower.", part="vision tower", uses_per_unit=num_positions, has_bias=True)
-    if is_qwen3:
-        yield from _qwen3_convolutions(module, mel_bins, channels, hidden)
-        chunk_frames = 2 * n_window
-        window_frames = int(audio.get("n_window_infer") or 4 * chunk_frames)
-        positions_per_window = window_frames // chunk_frames * _QWEN3_CHUNK_WIDTHS[-1]
-    else:
-        yield module("conv1", 3 * mel_bins, hidden, uses_per_unit=num_frames, kind="convolution")
-        yield module("conv2", 3 * hidden, hidden, kind="convolution")
-        positions_per_window = n_window
+    convolutions = _qwen3_convolutions if is_qwen3 else _qwen2_convolutions
+    yield from convolutions(module, audio, hidden)
     mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
-    attention_flops = num_positions * 4 * hidden * positions_per_window
+    num_pairs = num_positions * _audio_window(audio)
+    attention_flops = 4 * hidden * num_pairs
     for layer in range(depth):
         yield from _audio_layer(partial(module, layer=layer), f"layers.{layer}", hidden, mlp_width, attention_flops)
     yield module("ln_post", 1, hidden, kind="no_matmul")
@@ -346,9 +341,27 @@ def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
         yield module("proj", hidden, output_width, uses_per_unit=1.0)
 
 
-def _qwen3_convolutions(module: Any, mel_bins: int, channels: int, hidden: int) -> Iterator[ModuleCost]:
+def _audio_window(audio: Mapping[str, Any]) -> int:
+    """Return the positions of a window of an audio tower's attention."""
+    n_window = int(audio.get("n_window") or 100)
+    if not audio.get("downsample_hidden_size"):
+        return n_window
+    chunk_frames = 2 * n_window
+    window_frames = int(audio.get("n_window_infer") or 4 * chunk_frames)
+    return window_frames // chunk_frames * _QWEN3_CHUNK_WIDTHS[-1]
+
+
+def _qwen2_convolutions(module: Any, audio: Mapping[str, Any], hidden: int) -> Iterator[ModuleCost]:
+    """Yield the convolutions of Qwen2.5-Omni's tower, of width 3; the second halves the four frames of a token."""
+    mel_bins = int(audio.get("num_mel_bins") or 128)
+    yield module("conv1", 3 * mel_bins, hidden, uses_per_unit=4.0, kind="convolution")
+    yield module("conv2", 3 * hidden, hidden, kind="convolution")
+
+
+def _qwen3_convolutions(module: Any, audio: Mapping[str, Any], hidden: int) -> Iterator[ModuleCost]:
     """Yield the convolutions of Qwen3-Omni's tower; each halves the bins (height) and the frames (width)."""
-    height, in_channels = mel_bins, 1
+    height, in_channels = int(audio.get("num_mel_bins") or 128), 1
+    channels = int(audio["downsample_hidden_size"])
     for number, width in enumerate(_QWEN3_CHUNK_WIDTHS, start=1):
         height = (height - 1) // 2 + 1
         outputs_per_token = height * width / _QWEN3_CHUNK_WIDTHS[-1]
