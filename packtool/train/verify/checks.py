@@ -561,7 +561,7 @@ def verify_cheaply(
         checks = [check_isolation(pack, max_changes=_MAX_CHANGES)]
         if compares_losses:
             checks.append(check_loss(pack))
-        if pack.is_tree:
+        if pack.is_tree:  # some samples share a prefix
             checks.append(check_prefixes(pack, max_changes=1))
         return checks
 
