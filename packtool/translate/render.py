@@ -16,7 +16,7 @@ _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\ufff
 
 def report(translation: Translation) -> str:
     """Return the block that a run prints at startup."""
-    translated: dict[str, list[str]] = {}  # options by foreign name
+    translated: dict[str, list[str]] = {}  # options with their values, by foreign name
     defaults = []
     for option, origin in translation.origins.items():
         assignment = f"{flag(option)} {_word(translation.values[option])}"

@@ -333,13 +333,13 @@ def _score_samples(
     num_workers: int,
 ) -> RankScores:
     """Score the samples of this rank's micro-batches; the ranks of ``parallel``, which split them, get equal scores."""
-    scores = [np.zeros((0, len(SCORES)))]  # of each micro-batch, after an empty one
+    scores = [np.zeros((0, len(SCORES)))]  # of each micro-batch; the first one is for a rank without any
     origins: list[SampleOrigin] = []
     media_reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
     with explain_dead_workers(_REMEDY):
-        for item in cast(Iterator[EvaluationBatch], loaded):
+        for item in cast(Iterator[EvaluationBatch], loaded):  # errors were raised while loading
             media_reads += item.batch.media_reads
             scores.append(_score_batch(scorer, parallel, device, item).cpu().numpy())
             origins += item.origins

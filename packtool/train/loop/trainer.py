@@ -170,11 +170,8 @@ class PackTrainer(Trainer):
             super().__init__(model=model, args=args)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        self.loader = loader
-        self.saved = saved
-        self.watch = watch
-        self.parallel = parallel
-        self.recomputation = recomputation
+        self.loader, self.saved, self.watch = loader, saved, watch
+        self.parallel, self.recomputation = parallel, recomputation
         # ASFT compares with the untrained model: a copy of it, before LossFunction changes the head of the model.
         self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
         self.loss_function = LossFunction(model)

@@ -104,9 +104,9 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.trajectory is not None:
-        packs, results = _verify_trajectory(config, reader, spec, device, progress)
+        packs, report_fields = _verify_trajectory(config, reader, spec, device, progress)
     else:
-        packs, results = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
+        packs, report_fields = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
     samples = np.concatenate(packs)  # positions in the caches
     return VerifyReport(
         model=config.model,
@@ -114,7 +114,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         num_samples=len(samples),
         num_tokens=int(reader.index.length[samples].sum()),
         seconds=time.perf_counter() - begin,
-        **results,
+        **report_fields,
     )
 
 
@@ -164,7 +164,7 @@ def _plan_packs(
     config: VerifyConfig, reader: CacheReader, files: ModelFiles, progress: Progress
 ) -> tuple[list[list[int]], bool]:
     """Choose the packs to check; return the samples of each, and whether they may share prefixes."""
-    capacity = _capacity(config, reader)
+    capacity = _max_pack_tokens(config, reader)
     shared, warning = find_shared_prefixes(config, files.config, reader, capacity=capacity, max_length=capacity)
     if warning is not None:
         progress.note(warning)
@@ -223,7 +223,7 @@ def _verify_trajectory(
     config: VerifyConfig, reader: CacheReader, spec: InputSpec, device: torch.device, progress: Progress
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
     """Train packed and unpacked steps; return the samples of each pack, and fields of ``VerifyReport``."""
-    steps = plan_steps(config, _capacity(config, reader), reader)
+    steps = plan_steps(config, _max_pack_tokens(config, reader), reader)
     packs = [pack for step in steps for pack in step.packs]
 
     def load() -> PreTrainedModel:
@@ -238,14 +238,14 @@ def _verify_trajectory(
         "device": str(device),
         "dtype": "float32",
         "attention": kernel,
-        "num_shared_tokens": 0,
+        "num_shared_tokens": 0,  # these packs share no prefixes
         "checks": checks,
         "trajectory": trained_steps,
     }
 
 
-def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
-    """Return the maximum tokens of a pack."""
+def _max_pack_tokens(config: VerifyConfig, reader: CacheReader) -> int:
+    """Return ``--packing-length``, by default the caches' maximum length."""
     return config.packing_length or max(manifest.max_length for manifest in reader.manifests)
 
 
@@ -254,7 +254,7 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
 
     Packs with shared prefixes (in ``trees``) come before packs without. If possible, the first pack has media, too.
     """
-    capacity = _capacity(config, reader)
+    capacity = _max_pack_tokens(config, reader)
     plan = _pack_samples(reader, capacity, config.seed, trees)
     candidates = np.flatnonzero(np.diff(plan.offsets) > 1)  # packs of at least two samples
     if not len(candidates):
