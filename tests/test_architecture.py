@@ -57,6 +57,7 @@ OWNERS = {
     "aiohttp": {"storage"},
     "PIL": {"media", "batch", "demo", "report"},
     "av": {"media"},
+    "datasketch": {"cache"},
     "ray": {"cache"},
     "binpacking": {"planning"},
     "typer": {"cli"},

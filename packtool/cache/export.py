@@ -220,6 +220,7 @@ class _Export:
             export=export,
             is_locked=None if lock is None else lock.is_held,
             held_out=self.held_out,
+            finds_near_duplicates=self.config.near_duplicates is not None,
         )
 
     def _count(self) -> ExportSummary:

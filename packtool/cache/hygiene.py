@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -47,11 +48,13 @@ _MARKS = re.compile("|".join(MEDIA_MARKS.values()))
 
 _ROW_FIELDS = [("content", pa.uint64()), ("prompt", pa.uint64()), ("is_val", pa.bool_()), ("source", pa.string())]
 _ROW_FIELDS += [("row", pa.int64()), ("question", pa.int32())]
+_ROW_FIELDS += [("signature", pa.binary())]
 HASHED_INDEX = pa.schema([*INDEX, *_ROW_FIELDS, ("is_first", pa.bool_()), ("truncated", pa.int32())])
 """The columns of a task's part of the index. Those besides ``INDEX`` describe the row of a sample:
 
 ``content``: hash of its tokens and media; ``prompt``: of those before its last answer, or ``content`` without a prompt.
-``question``: an overlapping element of ``HeldOut.questions``, or -1. ``is_first``: first sample of the row.
+``question``: an overlapping element of ``HeldOut.questions``, or -1. ``signature``: see ``_signature``; null without
+``--near-duplicates``. ``is_first``: first sample of the row.
 """
 
 Hashes = npt.NDArray[np.uint64]
@@ -60,6 +63,8 @@ Hashes = npt.NDArray[np.uint64]
 def identity_settings(config: ExportConfig) -> dict[str, Any]:
     """Return the settings of hygiene for the identity of a cache; none by default."""
     settings: dict[str, Any] = {name: "drop" for name in POLICIES if getattr(config, name) == "drop"}
+    if config.near_duplicates is not None:
+        settings["near_duplicates"] = config.near_duplicates
     if config.check_against:
         digests = [sha256_of(spec.path) + spec.settings for spec in sources_of(config, held_out=True)]
         settings["check_against"] = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
@@ -200,11 +205,15 @@ def ngram_hashes(ids: IntArray) -> Hashes:
 
 
 def hash_columns(
-    rows: Sequence[list[EncodedSample]], split: str, tokens: MediaTokens, held_out: HeldOut | None
+    rows: Sequence[list[EncodedSample]], split: str, tokens: MediaTokens, held_out: HeldOut | None, near: bool = False
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each."""
+    """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each.
+
+    ``near``: whether near-duplicates are searched.
+    """
     columns_of_rows = _row_columns(rows, tokens, held_out)
     columns_of_rows["is_val"] = np.full(len(rows), split == VAL_SPLIT)
+    columns_of_rows["signature"] = np.array([_signature(row, tokens) if near else None for row in rows], object)
     num_samples = [len(row) for row in rows]
     columns = {name: np.repeat(column, num_samples) for name, column in columns_of_rows.items()}
     columns["is_first"] = np.array([i == 0 for row in rows for i in range(len(row))], bool)
@@ -246,14 +255,70 @@ def _hash_row(samples: Sequence[EncodedSample], tokens: MediaTokens) -> tuple[in
 
 def _update(state: Any, sample: EncodedSample, start: int, stop: int, tokens: MediaTokens) -> None:
     """Add tokens [start, stop) of a sample, and the media among them, to the state of a hash."""
-    if sample.images or sample.videos or sample.audios:
-        spans = media_spans(sample, tokens)
-        if len(spans) < len(sample.media):  # they cannot be located
-            spans = [MediumSpan(medium, 0, 0) for medium in sample.media]
-        for span in spans:
-            if start <= span.start < stop:
-                state.update(medium_identity(span, by_content))
+    for position, medium in _located_media(sample, tokens):
+        if start <= position < stop:
+            state.update(medium)
     state.update(np.ascontiguousarray(sample.input_ids[start:stop], "<i4").data)
+
+
+def _located_media(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[int, bytes]]:
+    """Return the first token of each medium of a sample, and what identifies its content."""
+    if not (sample.images or sample.videos or sample.audios):
+        return []
+    spans = media_spans(sample, tokens)
+    if len(spans) < len(sample.media):  # they cannot be located
+        spans = [MediumSpan(medium, 0, 0) for medium in sample.media]
+    return [(span.start, medium_identity(span, by_content)) for span in spans]
+
+
+_NUM_PERMUTATIONS = 128
+_SHINGLE = 5  # tokens
+_SHINGLE_WEIGHTS = _MIX_2 ** np.arange(1, _SHINGLE + 1, dtype=np.uint64)
+
+
+def _signature(samples: Sequence[EncodedSample], tokens: MediaTokens) -> bytes:
+    """Return the MinHash of a row's shingles, groups of 5 consecutive tokens; rows with different media share none."""
+    media = b"".join(medium for sample in samples for _, medium in _located_media(sample, tokens))
+    media_hash = np.frombuffer(hashlib.blake2b(media, digest_size=8).digest(), np.uint64)
+    shingles = []
+    for sample in samples:
+        width = min(_SHINGLE, sample.length)
+        windows = np.lib.stride_tricks.sliding_window_view(sample.input_ids.astype(np.uint64), width)
+        shingles.append(windows @ _SHINGLE_WEIGHTS[:width])
+    hashes = (np.concatenate(shingles) ^ media_hash) * _MIX_1 >> _HALF
+    minhash = _empty_minhash().copy()
+    minhash.update_batch(hashes.tolist())
+    return bytes(minhash.hashvalues.tobytes())
+
+
+@cache
+def _empty_minhash() -> Any:
+    from datasketch import MinHash
+
+    return MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
+
+
+def _near_duplicates(rows: _Rows, duplicates: _Positions, threshold: float) -> _Positions:
+    """Return for each row the first similar row of its split that is similar to none before it, (R,), or -1.
+
+    Similar: an estimated Jaccard similarity of their shingles of at least ``threshold``. ``duplicates``: see
+    ``_duplicates``; such rows are left out.
+    """
+    from datasketch import MinHashLSH
+
+    near_duplicates = np.full(len(duplicates), -1, np.int64)
+    signatures = [np.frombuffer(signature, np.uint32) for signature in rows["signature"]]
+    for is_val in (False, True):
+        table = MinHashLSH(threshold=threshold, num_perm=_NUM_PERMUTATIONS)
+        for i in np.flatnonzero((rows["is_val"] == is_val) & (duplicates < 0)).tolist():
+            minhash = _empty_minhash().copy()
+            minhash.hashvalues = signatures[i]
+            candidates = sorted(table.query(minhash))
+            similar = (j for j in candidates if np.mean(signatures[i] == signatures[j]) >= threshold)
+            near_duplicates[i] = next(similar, -1)
+            if near_duplicates[i] < 0:
+                table.insert(i, minhash)
+    return near_duplicates
 
 
 _VAL, _HELD_OUT = "val_overlap", "held_out_overlap"
@@ -261,9 +326,14 @@ _Rows = Mapping[str, npt.NDArray[Any]]  # columns of ``HASHED_INDEX``, (R,) each
 _Positions = npt.NDArray[np.int64]
 
 
-def _related_rows(rows: _Rows) -> dict[str, npt.NDArray[np.integer[Any]]]:
-    """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none."""
+def _related_rows(rows: _Rows, similarity: float | None) -> dict[str, npt.NDArray[np.integer[Any]]]:
+    """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none.
+
+    ``similarity``: of near-duplicates; None does not search them.
+    """
     related = {_VAL: _val_overlaps(rows), "duplicate": _duplicates(rows), "conflict": _conflicts(rows)}
+    if similarity is not None:
+        related["near_duplicate"] = _near_duplicates(rows, related["duplicate"], similarity)
     return {**related, _HELD_OUT: rows["question"]}
 
 
@@ -319,7 +389,7 @@ def compare(
     sample in the index.
     """
     rows, sources = _rows_of(index)
-    related = _related_rows(rows)
+    related = _related_rows(rows, config.near_duplicates)
     questions = held_out.questions if held_out else []
     counts = _count_findings(related)
     lines = [json.dumps({"counts": counts}) + "\n"]
@@ -346,7 +416,7 @@ def _count_findings(related: _Rows) -> dict[str, int]:
 
 def _dropped_kinds(config: ExportConfig) -> list[str]:
     kinds = [_VAL, _HELD_OUT] if config.on_overlap == "drop" else []
-    return [*kinds, "duplicate"] if config.on_duplicates == "drop" else kinds
+    return [*kinds, "duplicate", "near_duplicate"] if config.on_duplicates == "drop" else kinds
 
 
 def _matches(
@@ -381,7 +451,8 @@ def _place(rows: _Rows, sources: Sequence[str], i: int) -> dict[str, Any]:
 
 def _dropped(place: Mapping[str, Any], reason: str, match: Mapping[str, Any]) -> Dropped:
     """Return the drop of the row at ``place``; ``match``: the other row or question."""
-    relations = {"duplicate": "equals", "13-gram": "shares 13 consecutive tokens with"}
+    relations = {"duplicate": "equals", "near_duplicate": "nearly equals"}
+    relations["13-gram"] = "shares 13 consecutive tokens with"
     relation = relations.get(match.get("by", reason), "has the prompt of")
     return Dropped(place["source"], place["row"], reason, f"{relation} row {match['row']} of {match['source']}")
 

@@ -90,6 +90,7 @@ class TaskSettings:
         has_parts: rows may become several samples.
         is_locked: returns whether the lock is still held; called before shards are published. None without a lock.
         held_out: questions of ``--check-against``.
+        finds_near_duplicates: for ``--near-duplicates``.
     """
 
     spec: EncodeSpec
@@ -99,6 +100,7 @@ class TaskSettings:
     export: str = ""
     is_locked: Callable[[], bool] | None = None
     held_out: HeldOut | None = None
+    finds_near_duplicates: bool = False
 
 
 @dataclass
@@ -289,7 +291,10 @@ class _Outputs:
         result = self.result.splits[split]
         samples = [sample for row in rows for sample in row]
         index = index_columns(samples, result.shard, result.counts.rows, self._channel_codes)
-        columns = index | hash_columns(rows, split, self._media_tokens, self._settings.held_out)
+        settings = self._settings
+        columns = index | hash_columns(
+            rows, split, self._media_tokens, settings.held_out, settings.finds_near_duplicates
+        )
         result.counts += _count_samples(columns)
         for length in index["length"].tolist():
             result.lengths[length] = result.lengths.get(length, 0) + 1

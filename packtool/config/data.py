@@ -257,6 +257,9 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     output_dir: str = option(REQUIRED, "Write the cache (tokenized samples) to this new directory.", path=True)
     check_against: tuple[str, ...] = row_option((), CHECK_AGAINST_HELP, path=True)
     on_duplicates: Literal["keep", "drop"] = row_option("keep", "Keep or drop rows that equal an earlier row.")
+    near_duplicates: float | None = row_option(
+        None, "Also find rows that share this fraction of their text, such as 0.8.", minimum=0.1, maximum=1.0
+    )
     on_overlap: Literal["keep", "drop", "fail"] = row_option("keep", "Keep or drop overlapping rows, or stop.")
     seed: int = shard_option(42, "Set the random seed that selects validation rows.", minimum=0)
     rows_per_shard: int | None = shard_option(

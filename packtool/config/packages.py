@@ -33,6 +33,7 @@ _NEEDS = (
     ("fp8", None, "torchao", "torchao is", "torchao"),
     ("optim", "adam_mini", "adam_mini", "adam-mini is", "adam-mini"),
     ("chat_template", "mistral-common", "mistral_common", "mistral-common is", "mistral-common"),
+    ("near_duplicates", None, "datasketch", "datasketch is", "datasketch"),
     ("executor", "ray", "ray", "Ray is", '"packtool[ray]"'),
 )
 

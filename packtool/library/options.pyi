@@ -63,6 +63,7 @@ class ExportKeywords(TypedDict, total=False):
     output_dir: Text | None
     check_against: Texts | None
     on_duplicates: Literal["keep", "drop"] | None
+    near_duplicates: float | None
     on_overlap: Literal["keep", "drop", "fail"] | None
     seed: int | None
     rows_per_shard: int | None

@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.cache import hygiene
-from packtool.cache.hygiene import HASHED_INDEX, HeldOut, compare, ngram_hashes
+from packtool.cache.hygiene import HASHED_INDEX, HeldOut, compare, hash_columns, ngram_hashes
 from packtool.cache.manifest import ExportSummary, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.data import ExportConfig
 from packtool.encode.encoded import EncodedSample
+from packtool.encode.media_spans import MediaTokens
 from packtool.errors import EXIT_DATA, EXIT_OK, DataError, MismatchError
 from packtool.report.tables import export_figures, export_lines
 from tests.cache.conftest import RecordingProgress, export_rows, tree
@@ -330,6 +331,61 @@ def test_pictures_are_compared_by_content(model: Path, rows: Path, tmp_path: Pat
     assert listed(tmp_path / "held", "held_out_overlap") == {("pictures.jsonl", 2): ("eval.jsonl", 0)}
 
 
+def test_near_duplicates(model: Path, rows: Path, tmp_path: Path) -> None:
+    """Rows with one other word; not those with half of the words, with another picture, or in another split."""
+    answer = words(1, 60).split()
+    texts = [
+        conversation("<image>what?", " ".join(changed), images=[picture])
+        for changed, picture in (
+            (answer, "1.png"),
+            ([*answer[:30], "other", *answer[31:]], "1.png"),
+            (answer, "2.png"),
+            ([*answer[:30], *words(2, 30).split()], "1.png"),
+            ([*answer[:59], "another"], "1.png"),
+            (answer, "1.png"),
+        )
+    ]
+    texts.append(conversation("hi", "yo"))  # fewer tokens than are compared at once
+    path = write(tmp_path / "near.jsonl", texts)
+    validation = write(tmp_path / "val.jsonl", [conversation("<image>so?", " ".join(answer), images=["1.png"])])
+    options: dict[str, Any] = {"model": str(model), "dataset": (path,), "val_dataset": (validation,), "max_length": 900}
+    for processes in (1, 2):
+        cache = tmp_path / f"cache{processes}"
+        summary = export_rows(cache, near_duplicates=0.8, dataset_num_proc=processes, rows_per_shard=64, **options)
+        assert summary.hygiene["near_duplicates"] == 2
+        near = listed(cache, "near_duplicate")
+        assert near == {("near.jsonl", row): ("near.jsonl", 0) for row in (1, 4)}
+        assert listed(cache, "duplicate") == {("near.jsonl", 5): ("near.jsonl", 0)}
+    export_rows(tmp_path / "dropped", near_duplicates=0.8, on_duplicates="drop", **options)
+    assert [row for _, row in kept(tmp_path / "dropped")] == [0, 2, 3, 6]
+    drops = (tmp_path / "dropped" / "dropped.jsonl").read_text().splitlines()
+    reasons = {line["row"]: line["reason"] for line in map(json.loads, drops)}
+    assert reasons == {1: "near_duplicate", 4: "near_duplicate", 5: "duplicate"}
+
+
+@given(
+    length=st.integers(30, 120),
+    changes=st.sets(st.integers(0, 119), max_size=40),
+    threshold=st.sampled_from([0.3, 0.6, 0.9]),
+    seed=st.integers(0, 5),
+)
+@settings(deadline=None)
+def test_near_duplicates_have_the_similarity(length: int, changes: set[int], threshold: float, seed: int) -> None:
+    """MinHash with 128 permutations has a standard deviation of at most 0.045."""
+    ids = np.random.default_rng(seed).integers(0, 1000, length)
+    changed = ids.copy()
+    changed[sorted(i for i in changes if i < length)] += 1000
+    shingles, others = ({tuple(row[i : i + 5]) for i in range(length - 4)} for row in (ids.tolist(), changed.tolist()))
+    similarity = len(shingles & others) / len(shingles | others)
+    samples = [sample_of(row.tolist()) for row in (ids, changed)]
+    columns = hash_columns([[sample] for sample in samples], "train", MediaTokens({}), None, near=True)
+    index = pa.table({name: columns.get(name, [0, 0]) for name in HASHED_INDEX.names}, schema=HASHED_INDEX)
+    config = ExportConfig(model="", dataset=(), output_dir="", near_duplicates=threshold)
+    counts, _, _ = compare(index, None, config)
+    if similarity < 1 and abs(similarity - threshold) > 0.2:
+        assert counts.get("near_duplicates", 0) == (similarity > threshold)
+
+
 def test_planted_overlaps_are_all_found(model: Path, tmp_path: Path) -> None:
     """The 13 tokens of the tiny tokenizer are 13 characters, so 2 of a question's words."""
     drawn = random.Random(5)
@@ -469,7 +525,7 @@ def test_rows_are_compared_as_in_plain_python(rows: list[Any], drops_duplicates:
     for is_val, prompt, answer, source, number, num_samples in rows:
         for i in range(num_samples):
             values = {"content": prompt * 10 + answer, "prompt": prompt + 100, "is_val": is_val, "source": source}
-            values |= {"row": number, "question": -1, "is_first": i == 0}
+            values |= {"row": number, "question": -1, "signature": None, "is_first": i == 0}
             for name, column in columns.items():
                 column.append(values.get(name, 0))
     config = ExportConfig(

@@ -47,6 +47,7 @@ def _lines(text: str) -> list[str]:
     ("command", "message"),
     [
         ("export --model m --dataset r --max-length 8 --output-dir o --executor ray", "--executor ray: Ray is not"),
+        ("export --model m --dataset r --output-dir o --near-duplicates 0.8", "0.8: datasketch is not installed"),
         ("eval --model m --cached-dataset c --output o.parquet --quant-bits 8", "--quant-bits 8: bitsandbytes is not"),
     ],
 )
