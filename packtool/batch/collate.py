@@ -212,11 +212,9 @@ def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[n
 def joined_positions(
     document_positions: Sequence[npt.NDArray[Any]], spec: InputSpec, index: npt.NDArray[np.int64] | None = None
 ) -> Tensor:
-    """Join documents' positions into the position ids of a sequence: (4, 1, T) for M-RoPE models, else (1, T).
+    """Join documents' positions (4, L) into the position ids of a sequence: (4, 1, T) for M-RoPE models, else (1, T).
 
-    Args:
-        document_positions: (4, L) of each document, in the order of the sequence.
-        index: (T,), positions in the sequence of the tokens to take; None for all.
+    ``index``, (T,): positions in the sequence of the tokens to take; None for all.
     """
     num_rows = NUM_POSITION_ROWS if spec.has_mrope else 1
     positions = np.concatenate([rows[:num_rows] for rows in document_positions], axis=1)
@@ -374,9 +372,7 @@ def tree_token_fields(
 ) -> dict[str, Any]:
     """Return the fields of tokens, targets, channels and media of a batch with shared prefixes.
 
-    Args:
-        documents: nodes, possibly padded, then fillers.
-        index: (t,), positions in the sequence of the tokens of this rank; None for all.
+    ``documents`` are nodes, possibly padded, then fillers; ``index``, (t,), the positions of this rank's tokens.
     """
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
     targets = _tree_targets(samples, nodes, [document.length for document in documents], spec)

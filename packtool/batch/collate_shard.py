@@ -65,16 +65,13 @@ def collate_shard(
 ) -> ShardedBatch:
     """Collate one rank's part of a packed sequence that several ranks share.
 
+    A ``ShardedTreeBatch``, with all samples sharded, if some share a prefix of at least ``min_shared`` tokens.
+
     Args:
-        samples: the same on all ranks that share the sequence; without samples, each rank gets a filler document.
-        split: ranks that share the sequence, and the rank to collate for.
+        samples: the same on all ranks that share the sequence.
         placement: the rank that holds each sample, or ``SHARDED``; None if all are sharded.
         towers: towers that must run, even if no sample has media for them; None for all of the model's.
         pad_to_multiple_of: pads each rank's part to a multiple, by a filler document of its own.
-        min_shared: minimum tokens of a prefix of several samples, which is then there once; None repeats prefixes.
-
-    Returns:
-        a ``ShardedTreeBatch`` if samples share prefixes, all of which are then sharded.
     """
     check_placeholders(samples, spec)
     nodes = [] if min_shared is None else find_tree(samples, spec, min_shared=min_shared)

@@ -165,15 +165,10 @@ def load_micro_batches(
     pin_memory: bool = False,
     remedy: str = RESUME,
 ) -> Iterator[Batch]:
-    """Yield collated micro-batches in order, prefetched by ``num_workers`` processes.
+    """Yield the collated micro-batches at ``indices``, prefetched by ``num_workers`` processes.
 
-    Args:
-        dataset: its items are collated micro-batches, or errors.
-        indices: of the items to load, in order.
-        remedy: what the user can do if one of these processes dies, other than loading without them.
-
-    Raises:
-        PacktoolError: the error of a micro-batch, when that micro-batch is reached; or a worker died.
+    PacktoolError if an item of the dataset is one, or a process dies: then ``remedy`` is what the user can do, other
+    than loading without processes.
     """
     loader = DataLoader(
         dataset,

@@ -252,12 +252,8 @@ def slice_sample(sample: EncodedSample, start: int, stop: int, spec: InputSpec) 
 def key_index(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Int64Array, tuple[int, ...]]:
     """Return the keys that each node's queries attend to: the tokens of all nodes from the root to the node itself.
 
-    Args:
-        parents: (K,), for each node the index of an earlier one, or ``ROOT``.
-        lengths: (K,), tokens of the nodes, which lie end to end.
-
-    Returns:
-        int64 (T',), positions in the sequence, node after node, and the number of keys of each node.
+    ``parents`` and ``lengths``, (K,), are those of the nodes, which lie end to end. Return the positions of the keys,
+    int64 (T',), node after node, and the number of keys of each node.
     """
     keys_by_node: list[Int64Array] = []
     start = 0

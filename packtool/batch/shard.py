@@ -107,15 +107,10 @@ class SequenceShard:
 
 
 def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
-    """Assign every token of a packed sequence to one rank.
+    """Assign every token to one rank; return for each rank the positions of its tokens in its own order, int64 (t,).
 
-    Args:
-        lengths: tokens of each document. Each sharded one must be a multiple of ``split.multiple``, and their sum a
-            multiple of the number of ranks.
-        placement: the rank that holds each document, or ``SHARDED``.
-
-    Returns:
-        for each rank, int64 (t,): positions in the sequence of its t tokens, in the order of the rank's own sequence.
+    ``placement`` has the rank that holds each document, or ``SHARDED``. The length of each sharded document must be a
+    multiple of ``split.multiple``, and their sum a multiple of the number of ranks.
     """
     # Arrays to concatenate; the empty one makes the type right if no other is appended.
     no_tokens = np.zeros(0, np.int64)

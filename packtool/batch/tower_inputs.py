@@ -66,12 +66,9 @@ class TowerInputs(Movable):
 def tower_inputs(
     spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, exchanges_features: bool = False
 ) -> dict[Tower, TowerInputs]:
-    """Make the inputs of each tower that has media, by tower.
+    """Make the inputs of each tower that has media, by tower, from the model's arguments and int64 (B, T) token ids.
 
-    Args:
-        media: inputs of the towers by the names of the model's arguments.
-        input_ids: int64 (B, T), of the micro-batch.
-        exchanges_features: ranks share the sequence, and send each other the features of its media.
+    ``exchanges_features``: ranks share the sequence, and send each other the features of its media.
     """
     inserts_features_itself = spec.family.processor_inputs and not exchanges_features
     if inserts_features_itself or not media:

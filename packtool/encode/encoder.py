@@ -154,11 +154,9 @@ class Encoder:
         return [item if isinstance(item, Dropped) else truncate(next(tokenized), self.spec) for item in items]
 
     def _tokenize_ends(self, item: _Rendered) -> dict[int, TextEnds]:
-        """Tokenize very long texts at both ends only, if truncation certainly removes the tokens in the middle.
+        """Tokenize very long texts at both ends only, if truncation removes the middle; by index of the expanded chunk.
 
-        That is so if truncation keeps the first or the last ``max_length`` tokens of a sample. Samples with media or
-        with rules of the loss scale are not shortened, because locating either needs the tokens of the entire text.
-        Return the ends of each such text by the index of its expanded chunk.
+        Samples with media or with rules of the loss scale need the tokens of the entire text.
         """
         is_shortened = self.spec.truncation_strategy in ("left", "right")
         if not is_shortened or item.expanded.media_ranges or self._loss_scale(item.sample).rules:

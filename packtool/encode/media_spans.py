@@ -72,11 +72,8 @@ def expand_media(
 ) -> ExpandedChunks:
     """Replace each rendered chunk that stands for a medium by the medium's tokens and texts.
 
-    Args:
-        media: by kind, in the order of their chunks.
-        segments_of: returns the texts and runs of tokens of a medium, given it and its index among its kind.
-        max_length: maximum tokens of a sample. One control token more of a medium is inserted, but not all of a medium
-            that is certainly too large.
+    ``media`` are given by kind; ``segments_of`` returns the texts and runs of tokens of one, given its index among its
+    kind. Control tokens of a medium above ``max_length`` (of a sample) plus one are omitted.
     """
     expanded: list[Chunk] = []
     first_expanded: list[int] = []

@@ -108,10 +108,7 @@ class PreparedRows:
         return spans
 
     def _with_delimiters(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> MediumSpan:
-        """Return the span of a medium with its delimiters; raise RowProblem if its placeholder tokens differ.
-
-        ``span`` has the placeholder tokens; ``number`` is the index of the medium among those of its kind.
-        """
+        """Return the span of a kind's medium ``number`` with its delimiters; RowProblem if its placeholders differ."""
         segments = self._media.segments(span.medium, number)
         expected_ids = self._ids_of(segments)
         if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected_ids):

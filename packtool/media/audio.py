@@ -58,9 +58,9 @@ def load_audio(
         raise media_error(problem) from problem
     num_decoded = len(sound)
     if abs(num_decoded - num_samples) > tolerance:
-        is_longer = num_decoded > num_samples  # then decoding stopped early, and the length is unknown
-        now = "more" if is_longer else f"{num_decoded / sampling_rate:.2f} s"
-        raise changed_since_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", now)
+        has_stopped_early = num_decoded > num_samples  # so the length is unknown
+        length = "more" if has_stopped_early else f"{num_decoded / sampling_rate:.2f} s"
+        raise changed_since_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", length)
     num_missing = max(num_samples - num_decoded, 0)
     return np.pad(sound[:num_samples], (0, num_missing))
 

@@ -119,19 +119,15 @@ def load_video(
     policy: MediaPolicy = ANY,
     shape: tuple[int, int, int] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """Return the requested frames, uint8 (T, H, W, 3), upright.
+    """Return the requested frames, uint8 (T, H, W, 3), upright; MediaError if one of them cannot be loaded.
 
     Seeks to the frames. If that fails or misses a frame, decodes from the beginning.
 
     Args:
-        path, data: file or URL of the video, or its encoded bytes.
         frames: (path, data) of each image of a video that is a list of images, of which the first T are loaded.
         indices: indexes of the T requested frames, ascending.
         shape: number of frames of the measured video or clip, H and W; None if unknown. All frames get the size of the
             first requested frame if that is (H, W), else of the file's first frame.
-
-    Raises:
-        MediaError: if the file is missing, cannot be decoded, or has fewer frames.
     """
     if frames:
         return _load_listed_frames(frames[: len(indices)], policy)
@@ -333,8 +329,7 @@ class _KeyframeDecoder:
         next_needed: number of the next needed frame, set by the caller. Long before it, frames that no other frame
             depends on are not decoded.
 
-    Raises:
-        FrameNumbersUnknown: by all methods, if frames cannot be numbered.
+    All methods raise FrameNumbersUnknown if frames cannot be numbered.
     """
 
     def __init__(self, container: Any, stream: Any, last_needed: int) -> None:
@@ -360,10 +355,7 @@ class _KeyframeDecoder:
             raise FrameNumbersUnknown
 
     def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
-        """Find the keyframes, and count the shown packets, up to a keyframe that is surely after frame ``last_needed``.
-
-        Called once; sets ``min_numbers``, ``num_packets``, ``_min_number_by_position`` and ``_seek_times``.
-        """
+        """Find the keyframes, and count shown packets, up to a keyframe that is surely after frame ``last_needed``."""
         keyframe_times: list[int] = []
         latest_time = -_NO_LIMIT  # of all packets so far
         for position, time, is_keyframe, is_hidden in packets:
@@ -463,13 +455,8 @@ def needed_frames(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (number, frame) of the needed frames, decoding from the keyframe before each; missing ones are left out.
 
-    Args:
-        container: an opened file at its beginning.
-        numbers: numbers of the needed frames, ascending, each once.
-        num_frames: number of frames at export, which must equal the number of packets; None if it is unknown.
-
-    Raises:
-        FrameNumbersUnknown: if frames cannot be numbered this way; the container cannot be used afterwards.
+    ``numbers`` are ascending and distinct; ``num_frames`` at export must equal the number of packets, if it is known.
+    FrameNumbersUnknown if frames cannot be numbered this way; the container cannot be used afterwards.
     """
     max_gap = max(number - before for before, number in pairwise([0, *numbers]))
     if max_gap <= MIN_SKIPPED:  # seeking would skip nothing
@@ -504,8 +491,7 @@ def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], 
     """Decode a container from its beginning.
 
     Return the first frame (None if there is none), an iterator over the others, and whether the file starts complete:
-    not in the middle of a group of frames, whose packets give no frames without the group's keyframe. Then the first
-    frame belongs to the first shown packet, and is a keyframe unless hidden packets come before it.
+    the first shown packet gives the first frame, which is a keyframe unless hidden packets come before it.
     """
     packets = container.demux(stream)
     first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))

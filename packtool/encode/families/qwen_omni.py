@@ -33,6 +33,7 @@ from packtool.media.files import MediaProblem, label
 from packtool.rows.sample import MediaKind, MediaRef
 
 _FRAME_TOKENS = (128, 768)  # set by the processors' code, which ignores the settings
+_DEFAULT_MAX_SECONDS = 300  # of sound, as in the settings of Qwen2.5-Omni
 _MIN_SAMPLES = 201  # the feature extractor mirrors half a window at each end
 _TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
 
@@ -113,9 +114,9 @@ def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> A
             "Leave it out: sounds of any rate are resampled.",
         )
     hop_length = int(settings.get("hop_length", 160))
-    max_seconds = float(settings.get("chunk_length") or 300)
+    max_seconds = float(settings.get("chunk_length") or _DEFAULT_MAX_SECONDS)
     max_samples = int(settings.get("n_samples") or max_seconds * sampling_rate)
-    default_tokens_per_second = 13 if is_qwen3 else 25  # of transformers' processors
+    default_tokens_per_second = 13 if is_qwen3 else 25  # the defaults of transformers' processors
     return AudioLimits(
         sampling_rate=sampling_rate,
         hop_length=hop_length,

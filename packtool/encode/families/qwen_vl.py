@@ -55,15 +55,11 @@ def smart_resize(
 ) -> tuple[int, int]:
     """Return height and width as multiples of ``factor`` with min_pixels <= frames * height * width <= max_pixels.
 
-    Keeps the aspect ratio as far as possible, and rounds as transformers' function of the same name does.
+    Rounds as transformers' function of the same name does. ValueError if one side is more than 200 times the other.
 
     Args:
-        num_frames: frames whose pixels together must be within the bounds.
-        num_checked_frames: ``num_frames`` rounded to entire temporal patches. As in transformers, this number decides
-            whether frames are resized to fit the bounds, and ``num_frames`` how much.
-
-    Raises:
-        ValueError: if one side is more than 200 times the other.
+        num_frames: frames whose pixels together must be within the bounds; determines how much they are resized.
+        num_checked_frames: ``num_frames`` rounded to entire temporal patches; determines whether they are resized.
     """
     if max(height, width) / min(height, width) > _MAX_ASPECT:
         raise ValueError(f"{width}x{height} pixels: one side is more than {_MAX_ASPECT} times the other")
