@@ -108,70 +108,94 @@ def rewrite_arguments(
         explain_unknown: returns the error message for an unknown option and its value, or None to ignore them. By
             default, unknown options and values without an option are left for typer to refuse.
     """
-    result, problems = list[str](), list[str]()
-    next_index = 0  # of the argument after those that were read
-    while next_index < len(arguments):
-        argument = arguments[next_index]
-        next_index += 1
+    result: list[str] = []
+    problems: list[str] = []
+    index = 0
+    while index < len(arguments):
+        argument, following = arguments[index], arguments[index + 1 :]
         if not argument.startswith("--") or argument == "--":
             is_value = not argument.startswith("-")
             result += [positional, argument] if positional and is_value else [argument]
             if is_value and not positional and explain_unknown:
-                previous = arguments[next_index - 2] if next_index > 1 else ""
-                problems.append(_stray_value(argument, previous.replace("_", "-"), kinds))
+                problems.append(_stray_value(arguments, index, kinds))
+            index += 1
             continue
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")
-        kind = kinds.get(name)
-        is_known = kind is not None or name == "--help" or kinds.get("--" + name.removeprefix("--no-")) == "flag"
-        if kind in ("flag", "switch", "valued flag"):
-            if not equals and next_index < len(arguments) and _is_flag_value(arguments[next_index], kind):
-                value, equals = arguments[next_index], "="
-                next_index += 1
-            words = _flag_words(name, kind, value if equals else "true")
-            if words is None:
-                problems.append(f"{name}: {value!r} is neither true nor false")
-            result += words or []
-        elif kinds.get(positive := "--" + name.removeprefix("--no-")) == "valued flag":
-            result.append(f"{positive}=false")
-        elif kind == "list" or (explain_unknown is not None and not is_known):
-            values = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments[next_index:]))
-            next_index += len(values)
-            values = [value, *values] if equals else values
-            if kind == "list":
-                # Typer reads one value per name. A name without a value stays for typer to report.
-                result += [word for item in values for word in (name, item)] or [name]
-            elif explain_unknown and (problem := explain_unknown(name, " ".join(values) if values else None)):
+        kind = _kind_of_argument(name, kinds)
+        if kind == "unknown" and explain_unknown is None:
+            kind = "verbatim"
+        num_following = _num_values(kind, following, is_joined=bool(equals))
+        values = [value] if equals else []
+        values += following[:num_following]
+        index += 1 + num_following
+        if kind == "unknown" and explain_unknown is not None:
+            problem = explain_unknown(name, " ".join(values) if values else None)
+            if problem is not None:
                 problems.append(problem)
-        else:
-            result.append(f"{name}={value}" if equals else name)
-            if kind == "single" and not equals and next_index < len(arguments):
-                result.append(arguments[next_index])
-                next_index += 1
+            continue
+        try:
+            result += _option_words(name, kind, values, is_joined=bool(equals))
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
     if problems:
         raise ConfigError.from_problems(problems)
     return result
 
 
-def _flag_words(name: str, kind: ArgumentKind, value: str) -> list[str] | None:
-    """Return the words for typer that set a flag to a value; None if the value is no boolean."""
+def _kind_of_argument(name: str, kinds: Mapping[str, ArgumentKind]) -> str:
+    """Return the kind of an option: ``negation`` is ``--no-x`` of a valued flag, ``verbatim`` is for typer as it is."""
+    if name in kinds:
+        return kinds[name]
+    positive_kind = kinds.get("--" + name.removeprefix("--no-"))
+    if positive_kind == "valued flag":
+        return "negation"
+    return "verbatim" if name == "--help" or positive_kind == "flag" else "unknown"
+
+
+def _num_values(kind: str, following: Sequence[str], *, is_joined: bool) -> int:
+    """Return how many of the following arguments are values of an option; ``is_joined``: ``--name=value``."""
+    if kind in ("list", "unknown"):
+        return sum(1 for _ in itertools.takewhile(lambda word: not word.startswith("--"), following))
+    if is_joined or not following:
+        return 0
+    is_value_of_flag = kind in ("flag", "switch", "valued flag") and _is_flag_value(following[0], kind)
+    return 1 if kind == "single" or is_value_of_flag else 0
+
+
+def _option_words(name: str, kind: str, values: Sequence[str], *, is_joined: bool) -> list[str]:
+    """Return the words for typer that give an option its values; ValueError if a flag gets no boolean."""
+    if kind in ("flag", "switch", "valued flag"):
+        return _flag_words(name, kind, values[0] if values else "true")
+    if kind == "negation":
+        return [f"--{name.removeprefix('--no-')}=false"]
+    if kind == "list":
+        # Typer reads one value per name. A name without a value stays for typer to report.
+        return [word for value in values for word in (name, value)] or [name]
+    return [f"{name}={values[0]}"] if is_joined else [name, *values]
+
+
+def _flag_words(name: str, kind: str, value: str) -> list[str]:
+    """Return the words for typer that set a flag to a value; ValueError if the value is no boolean."""
     if kind == "valued flag":
         return [f"{name}={value}"]
     if value.lower() in TRUE_WORDS:
         return [name]
     if value.lower() not in FALSE_WORDS:
-        return None
+        raise ValueError(f"{value!r} is neither true nor false")
     return ["--no-" + name.removeprefix("--")] if kind == "flag" else []
 
 
-def _is_flag_value(argument: str, kind: ArgumentKind) -> bool:
+def _is_flag_value(argument: str, kind: str) -> bool:
     """Return whether the argument after a flag is its value, and not a value without an option's name."""
     word = argument.lower()
     return word in TRUE_WORDS + FALSE_WORDS or (kind == "valued flag" and (word == "auto" or word.isdecimal()))
 
 
-def _stray_value(value: str, previous: str, kinds: Mapping[str, ArgumentKind]) -> str:
-    """Return the error message for a value that no option takes; ``previous`` is the argument in front of it."""
+def _stray_value(arguments: Sequence[str], index: int, kinds: Mapping[str, ArgumentKind]) -> str:
+    """Return the error message for a value that no option takes."""
+    value = arguments[index]
+    previous = arguments[index - 1].replace("_", "-") if index > 0 else ""
     if kinds.get(previous) in ("flag", "switch"):
         return f"{previous}: {value!r} is neither true nor false"
     if kinds.get(previous) == "valued flag":
