@@ -308,16 +308,17 @@ def packs_of(saved: SavedPlan) -> PackPlan:
 def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
     """Raise a MismatchError unless a saved plan is intact and fits these caches and options."""
     path = config.plan
-    if packs_of(saved).fingerprint != saved.plan:
+    if packs_of(saved).fingerprint != saved.plan:  # the fingerprint of the packs
         raise MismatchError(f"--plan {path} is damaged: its packs differ from those that were saved", "Save it again.")
-    shares_prefixes = "false" if saved.shared_tokens is None else "true"
+    saved_share_prefix = "false" if saved.shared_tokens is None else "true"
+    is_auto = config.share_prefix == "auto"
     # Pairs of the plan's value and this run's; options that are not set take the plan's.
     pairs = {
-        "caches": (saved.cache, reader.fingerprint),
+        "caches": (saved.cache, reader.fingerprint),  # fingerprints
         "samples in the caches": (saved.num_cached, len(reader)),
         "--packing-length": (saved.capacity, config.packing_length or saved.capacity),
         "--max-length": (saved.max_length, config.max_length or saved.max_length),
-        "--share-prefix": (shares_prefixes, shares_prefixes if config.share_prefix == "auto" else config.share_prefix),
+        "--share-prefix": (saved_share_prefix, saved_share_prefix if is_auto else config.share_prefix),
     }
     if differences := _list_differences(pairs, "in the plan", "in this run"):
         raise MismatchError(

@@ -520,7 +520,7 @@ def _read_segment_change(output_dir: str, segment: Segment) -> DataChange | None
 
 def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
     """Raise a MismatchError if ``inputs`` have other packs or steps than a segment of the run in ``output_dir``."""
-    state = inputs.state(segment.assignments[-1].batch_shape)
+    state = inputs.state(segment.assignments[-1].batch_shape)  # the last shape is the segment's own
     if (state.plan, state.steps) == (segment.plan, segment.steps):
         return
     plan_path = segment.train_config.plan

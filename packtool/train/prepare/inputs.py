@@ -403,10 +403,7 @@ class Inputs:
         )
 
     def epoch_counts(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
-        """Occurrences of each sample of the caches in an epoch, int64 (N,), including samples that are too long.
-
-        ``trained`` counts how often the epoch trained each before the data changed, (N,); None without a change.
-        """
+        """Occurrences of each sample in an epoch, int64 (N,); ``trained``, (N,), counts those before a data change."""
         trained = np.zeros(len(self.lengths), np.int64) if trained is None else trained
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)
 
@@ -431,10 +428,7 @@ class Inputs:
         )
 
     def fingerprints(self, batch_shape: BatchShape) -> tuple[str, str]:
-        """Fingerprints of the packs, equal for any number of ranks, and of the steps.
-
-        With stages, the first includes the end of each stage, which decides the samples that it draws.
-        """
+        """Fingerprints of the packs, equal for any number of ranks, and of the steps."""
         if not self.stages:
             plan = self.plan_of(0, batch_shape)
             return plan.lasting_fingerprint, plan.steps.fingerprint if plan.placement is None else plan.fingerprint

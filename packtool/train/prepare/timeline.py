@@ -414,10 +414,7 @@ class Timeline:
         return sum(trained_figures)
 
     def counts_of_steps(self) -> Int64Array:
-        """Samples, tokens and target tokens of each source in each step of the run, int64 (T, S, 3).
-
-        The first full epoch of a stage stands for all of them, whose samples are drawn anew in the same shares.
-        """
+        """Samples, tokens and target tokens of each source in each step of the run, int64 (T, S, 3)."""
         counts = []
         for span in self.spans():
             plan, mixture = span.typical_plan, span.section.inputs.mixture
