@@ -19,10 +19,7 @@ _ALTERNATIVE = re.compile(r"^(!?)(\w+)(!=|>=|=|>|$)(.*)")
 
 
 class Settings:
-    """Base class of all sections of options, and of a command's settings, which inherit from their sections.
-
-    A section's method ``value_problems`` returns messages about conflicts that the table cannot express.
-    """
+    """Base class of options; ``value_problems`` returns messages about conflicts that the table cannot express."""
 
     def problems(self, *sections: type) -> list[str]:
         """Return messages about conflicting options by the rules of some sections, by default of all base classes."""

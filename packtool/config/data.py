@@ -229,10 +229,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
     )
 
     def recorded(self) -> dict[str, Any]:
-        """Return the values that a cache's manifest records.
-
-        Newer options are recorded only if they are given, so that older caches keep their fingerprints.
-        """
+        """Return the values that a manifest records; newer options only if given, to keep old fingerprints."""
         values = dataclasses.asdict(self)
         if self.chat_template not in (None, MISTRAL_COMMON):
             values["chat_template"] = os.path.abspath(self.chat_template)

@@ -146,10 +146,7 @@ def _steps_per_interval(num_steps: int) -> int:
 def _interval_shares(
     counts: npt.NDArray[Any], names: Sequence[str], shown_names: Sequence[str], steps_per_interval: int
 ) -> list[list[float]]:
-    """Return the share of each shown name in each interval of steps; sources of the same name are one.
-
-    ``counts``: (steps, sources), how much of each source is in each step. ``names``: of the sources.
-    """
+    """Return the share of each shown name in each interval; ``counts`` (steps, sources) are of sources ``names``."""
     interval_starts = np.arange(0, len(counts), steps_per_interval)
     interval_counts = np.add.reduceat(counts, interval_starts, axis=0)  # (intervals, sources)
     source_names = np.array(names)
@@ -548,10 +545,7 @@ def _gaps(num_tokens: int, num_lines: int, capacity: int) -> Boxes:
 
 
 def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Block]:
-    """Return the samples of packs as trained without packing: shuffled, in batches padded to their longest sample.
-
-    A sample becomes up to three blocks: its shared prefixes, the tokens that it adds to them, and its padding.
-    """
+    """Return the samples of packs as blocks without packing: shuffled, in batches padded to their longest sample."""
     # The last branch of each sample, which no other sample has: it ends with the sample.
     last_branches = [branch for pack in packs for branch in pack if branch.num_samples == 1]
     random.Random(0).shuffle(last_branches)  # samples of a pack may have similar lengths, unlike those of a batch

@@ -155,10 +155,7 @@ class ShownPacks:
 
 
 def _locations_of_packs(plan: SavedPlan) -> Int64Array | None:
-    """Return step, rank and micro-batch of each of the K packs, int64 (K, 3); None if the plan has no locations.
-
-    A value is -1 if the samples of a pack have different ones, as with Skrull, which splits packs.
-    """
+    """Return step, rank and micro-batch of each pack, (K, 3), or -1 if its samples differ; None without locations."""
     if plan.locations is None:
         return None
     starts = plan.offsets[:-1]

@@ -137,10 +137,7 @@ def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
 
 
 def histogram_lines(counts: Sequence[int], upper_edges: Sequence[float], width: int, max_bars: int = 16) -> list[str]:
-    """Return a histogram as horizontal bars, each with its upper edge and count; empty bars at the end are left out.
-
-    Neighboring bins are merged, so that there are at most ``max_bars`` bars.
-    """
+    """Return a histogram as at most ``max_bars`` horizontal bars, each with its upper edge and count."""
     bins_per_bar = math.ceil(len(counts) / max_bars)
     bar_counts = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_bar))  # sums over groups of bins
     last_bar = int(np.flatnonzero(bar_counts).max(initial=0))  # the last one that is not empty, or the first
@@ -156,10 +153,7 @@ def histogram_lines(counts: Sequence[int], upper_edges: Sequence[float], width: 
 
 
 class TerminalProgress:
-    """A ``packtool.progress.Progress`` on stderr: a bar in a terminal, otherwise a line every few seconds.
-
-    Use it as a context manager, so that the bar is removed after errors. If not ``enabled``, it prints nothing.
-    """
+    """A ``packtool.progress.Progress`` on stderr: a bar in a terminal, otherwise a line every few seconds."""
 
     def __init__(self, console: Console | None = None, enabled: bool = True) -> None:
         self._console = console or Console(stderr=True, highlight=False)

@@ -278,10 +278,7 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory of each row (R,), which is one device's part of a micro-batch.
-
-        ``targets``: number of labels of each sequence, (K,).
-        """
+        """Compute times and memory of each row, (R,); ``targets``, (K,), are the labels of each sequence."""
         if self.recompute == "auto":
             return self._time_with_necessary_layers(schedule, targets)
         row_tokens = schedule.sum_by_row(schedule.tokens)
