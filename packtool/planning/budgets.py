@@ -96,8 +96,6 @@ def pack_within_budgets(
 ) -> PackPlan:
     """Pack N samples within ``limits``, with different packs in every epoch, but equally many.
 
-    Their number is what epoch 0 needs, and a few more, because a later epoch may need more.
-
     ``lengths`` and ``media_tokens`` are (N,). Without ``shuffle`` nothing is drawn at random. ``stream`` is added to
     the numbers of the random streams.
     """
@@ -122,7 +120,7 @@ def pack_within_budgets(
     if key not in _num_packs_of_first_epoch:
         _num_packs_of_first_epoch[key] = pack_epoch(0, _NOISE_STREAMS[0]).num_packs
     num_first_packs = _num_packs_of_first_epoch[key]
-    num_packs = num_first_packs + _SLACK_PACKS + int(num_first_packs * _SLACK)
+    num_packs = num_first_packs + _SLACK_PACKS + int(num_first_packs * _SLACK)  # other epochs may need more
     num_packs = min(num_packs, len(lengths))  # no pack is empty
     plan = pack_into(num_packs)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
@@ -167,10 +165,7 @@ def _best_scarcity_factor(lengths: Int32Array, media_tokens: Int32Array, limits:
 
 
 def _density_classes(density: Costs) -> tuple[Costs, Int64Array]:
-    """Divide samples into classes of about equally many by density, without empty classes.
-
-    Returns the maximum density of each class, ascending, and the class of each sample, int64 (N,).
-    """
+    """Divide samples evenly by density: return the maximum of each class, ascending, and each sample's class, (N,)."""
     quantiles = np.quantile(density, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher")
     edges = np.unique(quantiles)
     used_edges, class_of_sample = np.unique(np.searchsorted(edges, density), return_inverse=True)
@@ -227,8 +222,7 @@ class _Packer:
     def pack(self, largest_first: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
         """Pack all samples; return samples in pack order, (N,), and the sizes of packs.
 
-        A pack begins with the next unpacked sample of ``largest_first``, (N,). ``noise``, (N,), varies how many tokens
-        it should leave free.
+        ``largest_first``, (N,), lists the samples that begin packs. ``noise``, (N,), varies how full packs become.
         """
         packed: list[int] = []
         sizes: list[int] = []

@@ -106,11 +106,7 @@ class CostModel:
         return squares * self.per_square + windows * self.per_window
 
     def window_squares(self, lengths: IntArray, shared: IntArray | None = None) -> Int64Array:
-        """Compute the equivalent of squared lengths in layers with windows of w tokens; arguments as for ``attention``.
-
-        Sliding windows: min(len, w) * (2 len - min(len, w)). Chunks: w^2 for each full chunk, and the square of the
-        rest.
-        """
+        """Compute the equivalent of squared lengths in layers with windows; arguments as for ``attention``."""
         tokens = lengths.astype(np.int64)
         if self.in_chunks:
             squares: Int64Array = tokens // self.window * self.window**2 + (tokens % self.window) ** 2
@@ -400,16 +396,14 @@ class StepTime:
         time    = max over ranks j of time(j), and no less than launching the kernels takes
 
     FLOPs count at the speed of large matrix products. Attention is slower, and slower still with few queries at once: a
-    sequence of s tokens costs ``square_flops * s^2`` more, and ``query_flops * s`` on every rank that works on it. That
-    is the cost of sharding short sequences.
+    sequence of s tokens costs ``square_flops * s^2`` more, and ``query_flops * s`` on every rank that works on it.
 
     The defaults are those of ``CostModel.of_8b`` (36 layers, 32 heads of 128 for Q and 8 for K and V, 16 bits) on
-    H100s: 40 % of 989 TFLOP/s, and an all-gather measured at 53, 489 and 6468 us for 2, 64 and 1024 MB. Only placements
-    are compared, so they need not be accurate to a percent.
+    H100s: 40 % of 989 TFLOP/s, and an all-gather measured at 53, 489 and 6468 us for 2, 64 and 1024 MB.
 
     ``attention_flops``, of a unit of s^2, are included in the FLOPs of sequences. Every micro-batch costs
-    ``batch_flops`` more, since kernels on few tokens are slow, and takes at least ``launch_seconds``. With shared
-    prefixes, gathering keys and values takes ``key_seconds`` for each key of a document.
+    ``batch_flops`` more, and takes at least ``launch_seconds``. With shared prefixes, gathering keys and values takes
+    ``key_seconds`` for each key of a document.
     """
 
     flops_per_second: float = 0.4 * 989e12
@@ -443,9 +437,8 @@ class StepTime:
     def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int, num_ranks: int) -> float:
         """Estimate the seconds of a micro-batch on ``num_ranks`` ranks.
 
-        ``local`` is the work of the sequences local to each rank (ranks with equal work may be listed once).
-        ``sharded`` is that of all sharded sequences, summed over the ranks, and ``sharded_tokens`` their tokens, with
-        padding.
+        ``local`` is the work of the sequences local to each rank (ranks with equal work may be listed once),
+        ``sharded`` that of all sharded sequences, summed over the ranks. ``sharded_tokens`` include padding.
         """
         if num_ranks > 1 and sharded_tokens:
             busiest_flops = self._flops_with_exchanges(local, sharded.attention / num_ranks, sharded_tokens)

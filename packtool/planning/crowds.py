@@ -24,10 +24,7 @@ _MAX_FAILURES = 8
 
 
 def relieve_crowds(packs: PackPlan, slots: Slots, options: PlanOptions) -> PackPlan:
-    """Exchange slots of crowded packs for slots of other packs, as far as budgets allow; other packs do not change.
-
-    ``packs`` are of slots; their number and order stay the same.
-    """
+    """Exchange slots of crowded packs for slots of other packs; the number and order of packs stay the same."""
     exchanges = _Exchanges(packs, slots, options)
     source_of = slots.sources[packs.samples]
     for source, max_count in enumerate(exchanges.max_counts):
@@ -51,10 +48,7 @@ class _Exchanges:
         self.max_counts = np.maximum(mean_counts * _MAX_COUNT_PER_MEAN, _MAX_COUNT).astype(np.int64).tolist()
 
     def relieve(self, crowded: int, source: int, partners: Iterator[int]) -> bool:
-        """Exchange slots of a crowded pack until it is no longer crowded; return False if it still is.
-
-        ``partners`` are the packs to try.
-        """
+        """Exchange slots of a crowded pack with ``partners`` until it is not crowded; return False if it still is."""
         num_tries = 0
         while self._count(self._slots_of(crowded), source) > self.max_counts[source]:
             if num_tries == _MAX_TRIES:

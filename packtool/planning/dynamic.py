@@ -206,10 +206,7 @@ def _find_bins(
 
 
 def _chunks_of_equal_bins(steps: Int64Array, num_bins: Int64Array) -> Iterator[tuple[int, Int64Array]]:
-    """Yield numbers of bins, and the steps with this number, (k,), in chunks that bound the memory of placing them.
-
-    ``num_bins``, (S,), are of all steps.
-    """
+    """Yield each number of bins with its steps, (k,), in chunks that bound memory; ``num_bins``, (S,), of all steps."""
     for num in np.unique(num_bins[steps]).tolist():
         same_steps = steps[num_bins[steps] == num]
         chunk_size = max(1, _BINS_AT_ONCE // num)
@@ -263,10 +260,9 @@ def _place_in_bins(
 
 
 def _choose_bins(has_space: npt.NDArray[np.bool_], group_work: Costs, bin_work: Costs) -> tuple[Int64Array, Int64Array]:
-    """Choose the lightest group with a bin that has space, (S,), and its lightest such bin, (S,).
+    """Choose the lightest group with a bin that has space, (S,), and its lightest such bin, (S,); 0 if none has.
 
-    ``group_work`` is (S, groups), the others (S, groups, bins of a group). If no bin has space, the result is group 0
-    and its bin 0.
+    ``group_work`` is (S, groups), the others (S, groups, bins of a group).
     """
     steps = np.arange(len(has_space))
     group = np.where(has_space.any(axis=2), group_work, np.inf).argmin(axis=1)
@@ -286,9 +282,6 @@ with the number of micro-batches."""
 @dataclass(frozen=True, eq=False)
 class EvaluationPlan:
     """Micro-batches of an evaluation; ``batches.inverse`` restores the order of the samples from results rank by rank.
-
-    Samples are divided into consecutive windows of a thousand or more, so that reading stays local; in each window
-    ``assign_by_tokens`` makes micro-batches.
 
     Args:
         lengths: (K,), tokens of the samples, in their order.

@@ -82,11 +82,7 @@ class EpochPlan:
         return None if self.placement is None else self.placement[self.steps.micro_batch_slice(step, rank, micro_batch)]
 
     def packs_from(self, step: int, *, keeps_steps: bool = False) -> PackPlan:
-        """Return the ``full_packs`` trained from a step on; with ``keeps_steps``, in the order of their steps.
-
-        Without it they have the packer's order, which is the same unless trees in several packs were moved together
-        or apart, or ``--balance window`` exchanged packs between steps.
-        """
+        """Return the ``full_packs`` trained from a step on, in the packer's order; ``keeps_steps``: that of steps."""
         steps = self.steps
         remaining = steps.order[steps.micro_batch_offsets[steps.step_offsets[step]] :]
         if self.placement is not None:
@@ -121,9 +117,7 @@ def plan_epoch(
     trees: PrefixTrees | None = None,
     untrained: Int64Array | None = None,
 ) -> EpochPlan:
-    """Filter samples, pack them, and assign packs to steps and ranks: a pure function, the same on every machine.
-
-    The number of packs and steps depends on lengths, options and seed; every epoch has as many as the first.
+    """Filter samples, pack them, and assign packs to steps and ranks; every epoch has as many packs as the first.
 
     Args:
         lengths, target_tokens: (N,), tokens and labels that carry loss of each sample of the cache.
@@ -426,8 +420,7 @@ def _pack_samples(
 def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
     """Order N rows, packs of one sample each, so that batches have rows of about one length, and less padding.
 
-    The random order is divided into windows of 50 steps, each sorted by length, and the steps of a window are brought
-    back into the order of their first rows, so that lengths do not rise and fall over the run.
+    Windows of 50 steps are sorted by length, and their steps brought back into the order of their first rows.
     """
     order, window_size = np.arange(rows.num_samples), _WINDOW_STEPS * rows_per_step
     for start in range(0, len(order), window_size):

@@ -71,10 +71,7 @@ def _replace_items(packs_of_items: PackPlan, items: PackPlan) -> PackPlan:
 
 
 def _item_budgets(items: PackPlan, slots: Slots, options: PlanOptions) -> tuple[Int64Array, PlanOptions]:
-    """Return the media tokens of each item, and the options to pack items with.
-
-    Packers would count an item as one sample, so a limit of samples becomes one of media tokens, or part of it.
-    """
+    """Return the media tokens of each item, and options that limit samples by media tokens: an item counts as one."""
     media_tokens = items.sums_per_pack(slots.media_tokens[items.samples])
     max_media, max_samples = options.max_media_tokens_per_pack, options.max_samples_per_pack
     if max_samples is None:
@@ -90,10 +87,9 @@ def _item_budgets(items: PackPlan, slots: Slots, options: PlanOptions) -> tuple[
 
 
 def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined: int) -> PackPlan:
-    """Join short slots with the slots that follow them; return the items as packs of slots.
+    """Join short slots to items of at least half a ``grain``, in tokens; return the items as packs of slots.
 
-    Joined slots form items of at least half a ``grain``, which is in tokens; every other slot is an item of its own.
-    Of long slots only every ``long_per_joined``-th is joined, and slots that nearly fill a pack never are.
+    Of long slots only every ``long_per_joined``-th is joined; all other slots are items of their own.
     """
     capacity = options.packing_length
     sizes = _slot_sizes(slots, options)

@@ -71,10 +71,7 @@ class PackPlan:
         return self.sums_per_pack(self.lengths)
 
     def gathered_keys_per_pack(self) -> Int64Array:
-        """Estimate the attention keys of each pack that shares prefixes, which are gathered; int64 (K,), 0 for others.
-
-        A prefix counts for each sample and once for its fork. Forks of deep trees may count more than once.
-        """
+        """Estimate the attention keys that each pack with shared prefixes gathers; int64 (K,), 0 for other packs."""
         if self.shared_tokens is None:
             return np.zeros(self.num_packs, np.int64)
         is_fork = np.diff(self.shared_tokens, prepend=0) != 0  # neighbors with equal prefixes have one fork
@@ -220,24 +217,22 @@ def sort_by_sample(plan: PackPlan) -> PackPlan:
 
 
 def split_to_count(plan: PackPlan, num_packs: int) -> PackPlan:
-    """Move the last sample out of packs, those with most samples first, until there are ``num_packs`` packs.
-
-    All epochs must have the same number of steps, but their packings may differ by a few packs in ten thousand.
-    """
+    """Make packs of the last samples of those packs with most samples, until there are ``num_packs`` packs."""
     missing = num_packs - plan.num_packs
     assert missing >= 0, "packs are split, never joined"
     offsets = plan.offsets
     while missing:
         sizes = np.diff(offsets)
         fullest = np.argsort(-sizes, kind="stable")[:missing]
-        cuts = offsets[1:][fullest][sizes[fullest] > 1] - 1
-        assert len(cuts), "there are as many packs as samples"
-        offsets = np.sort(np.concatenate((offsets, cuts)))
-        missing -= len(cuts)
+        is_divisible = sizes[fullest] > 1
+        assert is_divisible.any(), "more packs than samples"
+        last_samples = offsets[fullest[is_divisible] + 1] - 1
+        offsets = np.sort(np.concatenate((offsets, last_samples)))
+        missing -= len(last_samples)
     if plan.shared_tokens is None:
         return replace(plan, offsets=offsets)
     lengths, shared = plan.lengths.copy(), plan.shared_tokens.copy()
-    first = offsets[:-1]  # of each pack, which shares nothing
+    first = offsets[:-1]  # the first sample of a pack shares nothing
     lengths[first] += shared[first]
     shared[first] = 0
     return replace(plan, offsets=offsets, lengths=lengths, shared_tokens=shared)

@@ -93,11 +93,9 @@ class PrefixTrees:
         return self.num_shared_tokens / max(int(lengths[self.samples].sum(dtype=np.int64)), 1)
 
     def added(self, values: IntArray, prefix_values: IntArray) -> Int64Array:
-        """Compute the amount that each sample adds to its group, by its number, int64 (n,); 0 for samples in no group.
+        """Compute the amount that each sample (of its copies, the largest) adds to its group, by number, int64 (n,).
 
-        The largest amount of its copies, if an epoch has several.
-        ``values``, (n,), are of samples including their prefixes, such as media tokens; ``prefix_values``, (M,), of
-        prefixes.
+        ``values``, (n,), such as media tokens, are of complete samples; ``prefix_values``, (M,), of prefixes.
         """
         has_prefix = self.shared_prefixes != NOTHING
         added = np.zeros(len(values), np.int64)
@@ -399,8 +397,7 @@ def _repeated_prefixes(prefixes: Prefixes, min_shared: int) -> Int64Array:
 class _Limit:
     """Maximum tokens, or media tokens, of a group: consecutive samples of one tree in depth-first order.
 
-    A group has all tokens of its first sample, and of each other sample those that it does not share with the sample
-    before it. ``amounts`` (N,) are tokens of full samples, ``shared`` (N,) those shared with the sample before.
+    ``amounts`` (N,) are tokens of full samples, ``shared`` (N,) those that each shares with the sample before it.
     """
 
     def __init__(self, amounts: IntArray, shared: IntArray, maximum: int) -> None:
@@ -446,7 +443,7 @@ def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) ->
     """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing; in place.
 
     The trunk is the prefix that all samples of a tree share; a branch is consecutive samples that share more than that.
-    Each pack becomes a tree of its own. Splitting in depth-first order would waste space::
+    Splitting in depth-first order would waste space::
 
         branches      5 4 2 3 1 3 beside a trunk of 2, packs of 8 tokens
         depth-first   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
@@ -489,13 +486,13 @@ def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, I
     """Pack branches of a tree into ``space`` tokens each; None if all fit into one pack, or few fit at all.
 
     ``branch_tokens``, (B,), are without the trunk. Returns the branches in pack order, (B,), and the index in it of the
-    first branch of each pack. A branch that is too long is alone in its pack, and split later.
+    first branch of each pack.
     """
     fits = np.flatnonzero(branch_tokens <= space)
     if len(fits) < MIN_BRANCHES or branch_tokens.sum() <= space:
         return None
     packs = pack_histogram(branch_tokens[fits].astype(np.int32), space, shuffle=False, seed=0, epoch=0)
-    too_long = np.flatnonzero(branch_tokens > space)
+    too_long = np.flatnonzero(branch_tokens > space)  # alone in a pack, and split later
     order = np.concatenate([fits[packs.samples], too_long])
     pack_starts = np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))
     return order, pack_starts

@@ -61,9 +61,7 @@ def seeded_order(
 ) -> npt.NDArray[np.int64]:
     """Order the numbers 0 to ``num`` - 1 at random; with ``descending_by``, by that value, and at random among equals.
 
-    The order is that of 64-bit keys: from the highest bit, largest value minus the number's value, random bits, and the
-    number itself. Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run
-    has the same order; numpy's ``permutation`` may change, and takes twice as long.
+    numpy guarantees the output of ``SeedSequence`` and ``random_raw``, but not of ``permutation``.
 
     ``descending_by``, (num,), are values of 0 or more; the result is int64 (num,). ``stream`` is a ``RandomStream``,
     plus ``of_window`` if a window is packed separately.
@@ -73,14 +71,14 @@ def seeded_order(
     value_bits = np.uint64(largest.bit_length())
     assert number_bits + value_bits < 64, "there are random bits"
     bit_generator = _random_source(seed, epoch, stream)
+    # Keys to sort by, from the highest bit: largest value minus the number's value, random bits, the number itself.
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
         chunk = keys[start : start + CHUNK]  # a view: the keys of the chunk are computed in place
         stop = start + len(chunk)
         chunk[:] = bit_generator.random_raw(len(chunk))
-        # Keep random bits in the middle, with zeros for the value above and for the number below.
         chunk >>= number_bits + value_bits
-        chunk <<= number_bits
+        chunk <<= number_bits  # now there are zeros above and below the random bits
         if descending_by is not None and value_bits:
             below_largest = (largest - descending_by[start:stop]).astype(np.uint64)
             chunk |= below_largest << (np.uint64(64) - value_bits)

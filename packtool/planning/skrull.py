@@ -160,10 +160,7 @@ class _Step:
         yield [batch[::-1] for batch in assign_to_lightest(reversed(ascending), self.padded_sizes, num)]
 
     def _divide_with_short_local(self, ascending: list[int], num_batches: int) -> list[PlacedMicroBatch] | None:
-        """Make sequences that fit into a rank's bucket local, and shard the others; None if they do not fit.
-
-        The local sequences give about equal work to all ranks of all micro-batches.
-        """
+        """Make sequences that fit into a rank's bucket local, and shard the others; None if they do not fit."""
         bucket_size = self.capacity // self.group_size
         short = [i for i in ascending if self.sizes[i] <= bucket_size]
         long = [i for i in ascending if self.sizes[i] > bucket_size]

@@ -260,10 +260,7 @@ def check_counts(**counts: int) -> None:
 def _order_for_steps(
     num_packs: int, costs: Costs | None, options: PlanOptions, tree_parts: TreeParts | None
 ) -> Int64Array:
-    """Return the order in which steps take the packs, int64 (K,): that of the plan, unless packs change their steps.
-
-    Packs change steps by ``window`` balancing, and to bring the parts of trees together or apart.
-    """
+    """Return the order in which steps take the packs, int64 (K,), after ``window`` balancing and placing tree parts."""
     order = np.arange(num_packs, dtype=np.int64)
     if costs is not None and options.balance == "window":
         num_in_full_steps = num_packs // options.packs_per_step * options.packs_per_step
@@ -318,7 +315,6 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     """Assign each step's packs to ranks, equally many to each, by their costs, (steps, packs of a step).
 
     Returns int64 (steps, ranks, packs of a rank): the columns of ``costs`` of each step and rank, the heaviest first.
-    Ties go to the lower rank and the earlier pack, so the result is the same on every machine.
     """
     num_steps, num_packs = costs.shape
     assert num_packs % num_ranks == 0, "every rank of a step has equally many packs"
@@ -391,8 +387,7 @@ def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
     """Exchange packs (S, n) of full steps between steps near each other, so that those processed at once are alike.
 
     The packs of a window of 8 steps are sorted by ``costs``, (K,), and divided into rounds of one pack a rank; each
-    step takes rounds from the whole range. The order of the window's steps depends on the packs' numbers, which are
-    random.
+    step takes rounds from the whole range.
     """
     grouped = packs.copy()
     num_steps, packs_per_step = packs.shape
@@ -407,10 +402,7 @@ def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
 
 
 def assign_to_lightest(items: Iterable[int], weights: Sequence[float], num_groups: int) -> list[list[int]]:
-    """Assign items, indices into ``weights``, one after the other to the group with the least weight so far.
-
-    Ties go to the lower group. With the heaviest item first this is LPT.
-    """
+    """Assign items, indices into ``weights``, one after the other to the group with the least weight so far."""
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     loads: list[tuple[float, int]] = [(0, group) for group in range(num_groups)]
     for item in items:
@@ -425,9 +417,9 @@ def divide_evenly(
 ) -> list[list[int]] | None:
     """Divide items into groups of at most ``capacity`` and about equal work; None if an item fits in no group.
 
-    One after the other, the heaviest first, items go to the group with the least work that has enough space. Ties go to
-    the later item and the lower group. ``sizes`` and ``work`` are of the items, (n,). Returns the items of each group,
-    the lightest first; the group with the most work comes first, and groups may be empty.
+    One after the other, the heaviest first, items go to the group with the least work that has enough space. ``sizes``
+    and ``work`` are of the items, (n,). Returns the items of each group, the lightest first; the group with the most
+    work comes first, and groups may be empty.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     free = [capacity] * num_groups

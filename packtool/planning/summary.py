@@ -107,7 +107,7 @@ class PlanSummary:
 
     Args:
         num_filtered: samples longer than ``max_length``, left out; of a saved plan those that it lacks.
-        num_distinct, num_samples: those in the plan; a repeated sample counts once, or each time.
+        num_distinct, num_samples: samples in the plan; repeated ones count once, or each time.
         num_tokens: of the samples in the plan; tokens of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
         longest: tokens of the longest sample in the plan, including its shared prefix.

@@ -276,10 +276,9 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
 
 
 def _patches_of_tokens(vision: Mapping[str, Any], merge: int, *, is_legacy: bool) -> VisionPatches:
-    """Return the patches of a token of a tower whose pictures keep their shapes.
+    """Return the patches of a token, a square with side ``merge``, of a tower whose pictures keep their shapes.
 
-    ``merge`` is the side of the square of patches that becomes a token. ``is_legacy``: caches may lack the sizes of
-    pictures.
+    ``is_legacy``: caches may lack the sizes of pictures.
     """
     legacy_squares = float(_LEGACY_PICTURE_TOKENS * merge**4) if is_legacy else 0.0
     patches = VisionPatches(merge**2, merge**2, squares_per_token=legacy_squares)

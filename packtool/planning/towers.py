@@ -43,8 +43,8 @@ def assign_heaviest_first(
 ) -> Int64Array:
     """Return the rank of each item, (n,): the heaviest item first, each to the rank with the least load so far (LPT).
 
-    Ties go to the earlier item and the lower rank. ``loads``, (N,), are the initial loads of the ranks. To assign items
-    of G groups, each to the N ranks of its group, give the group of each item, ``groups`` (n,), and ``loads`` (G, N).
+    ``loads``, (N,), are the initial loads of the ranks. With ``groups``, (n,), each item goes to one of the ranks of
+    its group; ``loads`` are then (groups, N).
     """
     weights = np.asarray(weights, np.float64)
     rank_loads = np.array(loads, np.float64, ndmin=2)  # (G, N), a copy

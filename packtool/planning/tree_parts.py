@@ -192,26 +192,25 @@ class _TreesOfSteps:
 def separate_groups(
     packs: PackPlan, tree_of_group: Int64Array, media_tokens: IntArray | None, max_media_tokens: int | None
 ) -> PackPlan:
-    """Swap groups between packs so that no pack has two groups of one tree, as far as possible.
+    """Swap groups of about equal tokens so that no pack has two groups of one tree, as far as possible.
 
-    The samples and lengths of ``packs`` are groups and their tokens. ``tree_of_group``, (G,), may be ``NOTHING``;
-    ``media_tokens``, (G,), are None without a limit. Only groups of about equal tokens are swapped.
+    A "sample" of ``packs`` is a group; for each group, (G,), ``tree_of_group`` is its tree or ``NOTHING``.
     """
     groups = _GroupsOfPacks(packs, tree_of_group, media_tokens, max_media_tokens)
     repeated = groups.repeated_positions()
     if not repeated:
         return packs
-    positions_by_tokens = np.argsort(packs.lengths, kind="stable")
-    index_by_tokens = invert_order(positions_by_tokens)  # of each position in ``positions_by_tokens``
+    by_tokens = np.argsort(packs.lengths, kind="stable")
+    rank_by_tokens = invert_order(by_tokens)
     attempts_left = _MAX_ATTEMPTS
     for position in repeated:
         if attempts_left <= 0:
             break
         if groups.is_alone(position):
             continue  # an earlier swap moved the other group
-        for index in _nearby_indices(int(index_by_tokens[position]), packs.num_samples):
+        for rank in _nearby_indices(int(rank_by_tokens[position]), packs.num_samples):
             attempts_left -= 1
-            if groups.swap(position, int(positions_by_tokens[index])):
+            if groups.swap(position, int(by_tokens[rank])):
                 break
     return replace(packs, samples=groups.groups, lengths=groups.tokens.astype(np.int32))
 
