@@ -124,7 +124,7 @@ def _count_targets(samples: Sequence[EncodedSample], counts: npt.NDArray[np.int6
     """
     labels = [sample.labels for sample in samples]
     bounds = np.cumsum([0, *map(len, labels)])  # of the samples, in their joined labels
-    is_target = np.concatenate([[False], *(each != IGNORE_INDEX for each in labels)])
+    is_target = np.concatenate([np.array([IGNORE_INDEX], np.int32), *labels]) != IGNORE_INDEX
     num_before = np.cumsum(is_target, dtype=np.int32)  # targets before each position
     starts = np.repeat(bounds[:-1], counts)
     num_targets: IntArray = num_before[starts + lengths] - num_before[starts]
