@@ -14,6 +14,7 @@ from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError
 from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan
+from packtool.planning.ledger import DataChange, RowCounts
 from packtool.progress import SilentProgress
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.preview import preview
@@ -79,7 +80,9 @@ def test_epochs_of_a_mixture_have_their_own_trees(alike_world: TinyWorld, mix: s
     assert len(all_packs) == 3
     # What is left of an epoch after the data changed, too.
     untrained = np.sort(inputs.mixture.draw(0))[3:]
-    rest = inputs._plan(0, BatchShape(1, 1, 1), None, inputs.towers, untrained)
+    left = RowCounts.of(np.bincount(untrained, minlength=len(inputs.lengths)))
+    rest = inputs.plan_remaining(DataChange(1, 0, (left,)), BatchShape(1, 1, 1))
+    assert rest is not None
     check_packs(rest, run)
     assert sorted(rest.packs.samples.tolist()) == untrained.tolist()
     # Copies of a sample are in different trees.
