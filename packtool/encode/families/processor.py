@@ -471,7 +471,7 @@ def _family(
 # ``image_newline`` is a trained vector at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
 _APART = "the model encodes videos by a function of its own, which packtool does not call"
-_STACKED = "the model can encode several videos of a pack only with equal numbers of frames"
+_STACKED = "the model can encode videos together only with equal numbers of frames"
 # These turn the tower's features into visual words.
 _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from packtool.encode.families.processor import ProcessorFamily
 from packtool.encode.families.record import Family
 
-UNPROVEN = "packed training has not been verified for it"
+UNPROVEN = "packed training has not been verified"
 _REFUSED_TYPES = {
-    "tokens attend to each other in both directions beyond single pictures": "diffusion_gemma molmo2 paligemma pi0",
+    "attention in both directions is not limited to the tokens of one picture": "diffusion_gemma molmo2 paligemma pi0",
     "transformers' masks for its pictures differ between a forward pass and generation": "gemma4_unified",
     "it classifies pictures and writes no text": "shieldgemma2",
     "its text attends to pictures by cross-attention, which would include those of other samples in a pack": (
