@@ -82,7 +82,7 @@ class HeldOut:
 
     def __init__(self, keys: Hashes, numbers: IntArray, questions: Sequence[dict[str, Any]] = ()) -> None:
         self.keys, self.numbers, self.questions = keys, numbers, questions
-        num_bits = min((16 * len(keys)).bit_length() + 4, 26)
+        num_bits = min((32 * len(keys)).bit_length(), 26)  # small enough for a processor's cache
         self._shift = np.uint64(64 - num_bits)
         # By the first bits of a hash: excludes nearly all hashes before the search.
         self._may_match = np.zeros(1 << num_bits, bool)
