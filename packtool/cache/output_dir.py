@@ -353,6 +353,7 @@ def compare_rows(
 
     ``directory``: of the tasks' files; None if they wrote none. Raises a DataError for ``--on-overlap fail``.
     """
+    # Copies, because ``_drop_rows`` changes the results that belong to the parts.
     results = [replace(result, splits=dict(result.splits), drops=list(result.drops)) for result in results]
     parts = _index_parts(directory, results)
     index = pa.Table.from_batches([batch for _, _, batch in parts], hygiene.HASHED_INDEX)

@@ -120,11 +120,11 @@ def _divide_steps(
     ranks_first: bool,
     leaders: Int64Array | None = None,
 ) -> StepAssignment:
-    """Place the samples (K,) of each step in bins; the bins of a rank are its micro-batches, the heaviest first.
+    """Place K samples in bins, step by step; each bin becomes a micro-batch of a rank, the heaviest first.
 
-    With ``ranks_first``, every sample goes to the rank with the least work, and there to a bin; otherwise bins are
-    assigned to ranks afterwards. ``work``, (K,), and ``limits`` are of the samples. With ``leaders``, (K,), each sample
-    goes to the bin of its leader.
+    With ``ranks_first``, a sample goes to the rank with the least work in its step, and there to a bin; otherwise bins
+    are filled first and then assigned to ranks. ``work``: of each sample, (K,). ``leaders``: (K,), numbers of samples;
+    each sample goes to the bin of its leader.
     """
     num_groups = num_ranks if ranks_first else 1  # groups of bins, between which work is balanced first
     bin_of_sample, num_bins = _bins_of_steps(work, limits, samples_per_step, num_ranks, num_groups)

@@ -458,9 +458,9 @@ def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) ->
 
 
 def _pack_wide_tree(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) -> None:
-    """Distribute the branches of one tree over packs, in place, unless it fits into one pack or has few branches.
+    """Distribute the branches of a tree over packs; change its ``walk`` in place. A tree of few branches stays whole.
 
-    ``walk`` is that of the tree, of two or more samples; ``lengths``, (n,), are their tokens in its order.
+    The tree has two or more samples; ``lengths``, (n,), are their tokens in the order of the walk.
     """
     # All samples share the trunk; a branch begins where a sample shares no more than that with the one before it.
     trunk_tokens = int(walk.shared_tokens[1:].min())

@@ -223,7 +223,8 @@ class _Attend(torch.autograd.Function):
             q, k, v, saved_out, lse = saved_sharded
             out = saved_out if call.has_ulysses else result[num_local:]
             sharded = AttentionTensors(q, k, v, out, lse)
-            num_key_heads = local_k.shape[1]
+            num_key_heads = local_k.shape[1]  # of all samples, local and sharded
+            # Local gradients are computed while keys and values are exchanged.
             sharded_gradients = _sharded_backward(call, grad[num_local:], sharded, num_key_heads, differentiate_locally)
         else:
             differentiate_locally()
