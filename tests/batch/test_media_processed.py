@@ -559,7 +559,7 @@ def test_unsupported_settings_are_refused_by_name(world_of: Callable[[str], Worl
     with pytest.raises(UnsupportedModelError, match=r"internvl uses soft-capped scores"):
         refuse_unsupported(config)
     (tmp_path / "config.json").write_text('{"model_type": "paligemma", "vision_config": {}, "text_config": {}}')
-    with pytest.raises(ConfigError, match=r"'paligemma'.* attend to each other in both directions"):
+    with pytest.raises(ConfigError, match=r"'paligemma'.* attention in both directions is not limited"):
         InputSpec.load(str(tmp_path), world.spec.limits)
 
 

@@ -35,7 +35,7 @@ def test_yaml_has_foreign_names_and_omissions() -> None:
     text = as_yaml(translated("LLaMA-Factory", VALUES), "train")
     assert 'model: "my model"  # model_name_or_path\n' in text
     assert "weight_decay: 0  # default of LLaMA-Factory: transformers' TrainingArguments\n" in text
-    assert "\n#   template: conversations and tools are rendered by" in text
+    assert "\n#   template: packtool uses the model's own chat template" in text
     assert text.startswith("# LLaMA-Factory to packtool; run: packtool train --config FILE\n")
     values = parse_yaml(text)
     assert values["training"] == {"tf32": True}
