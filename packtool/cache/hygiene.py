@@ -213,7 +213,7 @@ def hash_columns(
     """
     columns_of_rows = _row_columns(rows, tokens, held_out)
     columns_of_rows["is_val"] = np.full(len(rows), split == VAL_SPLIT)
-    columns_of_rows["signature"] = np.array([_signature(row, tokens) if near else None for row in rows], object)
+    columns_of_rows["signature"] = np.array([_signature(row) if near else None for row in rows], object)
     num_samples = [len(row) for row in rows]
     columns = {name: np.repeat(column, num_samples) for name, column in columns_of_rows.items()}
     columns["is_first"] = np.array([i == 0 for row in rows for i in range(len(row))], bool)
@@ -255,20 +255,14 @@ def _hash_row(samples: Sequence[EncodedSample], tokens: MediaTokens) -> tuple[in
 
 def _update(state: Any, sample: EncodedSample, start: int, stop: int, tokens: MediaTokens) -> None:
     """Add tokens [start, stop) of a sample, and the media among them, to the state of a hash."""
-    for position, medium in _located_media(sample, tokens):
-        if start <= position < stop:
-            state.update(medium)
+    if sample.images or sample.videos or sample.audios:
+        spans = media_spans(sample, tokens)
+        if len(spans) < len(sample.media):  # they cannot be located
+            spans = [MediumSpan(medium, 0, 0) for medium in sample.media]
+        for span in spans:
+            if start <= span.start < stop:
+                state.update(medium_identity(span, by_content))
     state.update(np.ascontiguousarray(sample.input_ids[start:stop], "<i4").data)
-
-
-def _located_media(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[int, bytes]]:
-    """Return the first token of each medium of a sample, and what identifies its content."""
-    if not (sample.images or sample.videos or sample.audios):
-        return []
-    spans = media_spans(sample, tokens)
-    if len(spans) < len(sample.media):  # they cannot be located
-        spans = [MediumSpan(medium, 0, 0) for medium in sample.media]
-    return [(span.start, medium_identity(span, by_content)) for span in spans]
 
 
 _NUM_PERMUTATIONS = 128
@@ -276,9 +270,11 @@ _SHINGLE = 5  # tokens
 _SHINGLE_WEIGHTS = _MIX_2 ** np.arange(1, _SHINGLE + 1, dtype=np.uint64)
 
 
-def _signature(samples: Sequence[EncodedSample], tokens: MediaTokens) -> bytes:
+def _signature(samples: Sequence[EncodedSample]) -> bytes:
     """Return the MinHash of a row's shingles, groups of 5 consecutive tokens; rows with different media share none."""
-    media = b"".join(medium for sample in samples for _, medium in _located_media(sample, tokens))
+    media_of_row = [medium for sample in samples for medium in sample.media]
+    # Without positions: a word before a picture may differ.
+    media = b"".join(medium_identity(MediumSpan(medium, 0, 0), by_content) for medium in media_of_row)
     media_hash = np.frombuffer(hashlib.blake2b(media, digest_size=8).digest(), np.uint64)
     shingles = []
     for sample in samples:
@@ -310,7 +306,12 @@ def _near_duplicates(rows: _Rows, duplicates: _Positions, threshold: float) -> _
     signatures = [np.frombuffer(signature, np.uint32) for signature in rows["signature"]]
     for is_val in (False, True):
         table = MinHashLSH(threshold=threshold, num_perm=_NUM_PERMUTATIONS)
+        first_draws: dict[tuple[int, int], int] = {}  # of each row, which may be drawn repeatedly
         for i in np.flatnonzero((rows["is_val"] == is_val) & (duplicates < 0)).tolist():
+            first_draw = first_draws.setdefault((rows["source"][i], rows["row"][i]), i)
+            if first_draw < i:
+                near_duplicates[i] = near_duplicates[first_draw]
+                continue
             minhash = _empty_minhash().copy()
             minhash.hashvalues = signatures[i]
             candidates = sorted(table.query(minhash))

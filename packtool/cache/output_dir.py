@@ -377,7 +377,9 @@ def _index_parts(directory: str | None, results: Sequence[TaskResult]) -> list[_
     for split in (TRAIN_SPLIT, VAL_SPLIT):
         for result, batch in _batches_of(directory, split, results):
             if "content" in batch.schema.names:
-                parts.append((split, result, batch))
+                if "signature" not in batch.schema.names:
+                    batch = batch.append_column("signature", pa.nulls(len(batch), pa.binary()))
+                parts.append((split, result, batch.select(hygiene.HASHED_INDEX.names)))
     return parts
 
 

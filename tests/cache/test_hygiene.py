@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.cache import hygiene
+from packtool.cache import hygiene, output_dir
 from packtool.cache.hygiene import HASHED_INDEX, HeldOut, compare, hash_columns, ngram_hashes
 from packtool.cache.manifest import ExportSummary, Manifest
 from packtool.cache.reader import CacheReader
@@ -346,21 +347,33 @@ def test_near_duplicates(model: Path, rows: Path, tmp_path: Path) -> None:
         )
     ]
     texts.append(conversation("hi", "yo"))  # fewer tokens than are compared at once
+    texts.append(conversation("so, <image>what?", " ".join(answer), images=["1.png"]))
     path = write(tmp_path / "near.jsonl", texts)
     validation = write(tmp_path / "val.jsonl", [conversation("<image>so?", " ".join(answer), images=["1.png"])])
     options: dict[str, Any] = {"model": str(model), "dataset": (path,), "val_dataset": (validation,), "max_length": 900}
     for processes in (1, 2):
         cache = tmp_path / f"cache{processes}"
         summary = export_rows(cache, near_duplicates=0.8, dataset_num_proc=processes, rows_per_shard=64, **options)
-        assert summary.hygiene["near_duplicates"] == 2
+        assert summary.hygiene["near_duplicates"] == 3
         near = listed(cache, "near_duplicate")
-        assert near == {("near.jsonl", row): ("near.jsonl", 0) for row in (1, 4)}
+        assert near == {("near.jsonl", row): ("near.jsonl", 0) for row in (1, 4, 7)}
         assert listed(cache, "duplicate") == {("near.jsonl", 5): ("near.jsonl", 0)}
     export_rows(tmp_path / "dropped", near_duplicates=0.8, on_duplicates="drop", **options)
     assert [row for _, row in kept(tmp_path / "dropped")] == [0, 2, 3, 6]
     drops = (tmp_path / "dropped" / "dropped.jsonl").read_text().splitlines()
     reasons = {line["row"]: line["reason"] for line in map(json.loads, drops)}
-    assert reasons == {1: "near_duplicate", 4: "near_duplicate", 5: "duplicate"}
+    assert reasons == {1: "near_duplicate", 4: "near_duplicate", 5: "duplicate", 7: "near_duplicate"}
+    options["dataset"] = (f"{path}#2x",)
+    export_rows(tmp_path / "twice", near_duplicates=0.8, on_duplicates="drop", **options)
+    assert sorted(row for _, row in kept(tmp_path / "twice")) == [0, 0, 2, 2, 3, 3, 6, 6]
+
+
+def test_unfinished_exports_of_older_versions_have_no_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = pa.RecordBatch.from_arrays([pa.nulls(2, field.type) for field in HASHED_INDEX], schema=HASHED_INDEX)
+    older = batch.select([name for name in HASHED_INDEX.names if name != "signature"])
+    monkeypatch.setattr(output_dir, "_batches_of", lambda *_: [(None, older), (None, batch)])
+    parts = output_dir._index_parts(None, [])
+    assert pa.Table.from_batches([part for _, _, part in parts], HASHED_INDEX).num_rows == 8  # two splits
 
 
 @given(
@@ -377,7 +390,7 @@ def test_near_duplicates_have_the_similarity(length: int, changes: set[int], thr
     changed[sorted(i for i in changes if i < length)] += 1000
     shingles, others = ({tuple(row[i : i + 5]) for i in range(length - 4)} for row in (ids.tolist(), changed.tolist()))
     similarity = len(shingles & others) / len(shingles | others)
-    samples = [sample_of(row.tolist()) for row in (ids, changed)]
+    samples = [replace(sample_of(row.tolist()), row=i) for i, row in enumerate((ids, changed))]
     columns = hash_columns([[sample] for sample in samples], "train", MediaTokens({}), None, near=True)
     index = pa.table({name: columns.get(name, [0, 0]) for name in HASHED_INDEX.names}, schema=HASHED_INDEX)
     config = ExportConfig(model="", dataset=(), output_dir="", near_duplicates=threshold)

@@ -429,13 +429,6 @@ _PIXTRAL = ("merged tower", "tower text", "text text")
 _SWIGLU = ("merged aligned", "gated text")
 
 
-# Layers of the projector from the vision tower to the text model: the input and output width of each (``Family``).
-_PLAIN = ("tower text", "text text")
-_MERGED = ("merged text", "text text")
-_PIXTRAL = ("merged tower", "tower text", "text text")
-_SWIGLU = ("merged aligned", "gated text")
-
-
 def _family(
     title: str,
     *model_types: str,
