@@ -242,7 +242,7 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
 
 @contextlib.contextmanager
 def imported_at_once() -> Iterator[None]:
-    """Disable garbage collection while torch and transformers are imported, which would take a third longer."""
+    """Disable garbage collection while torch and transformers are imported; it would take a third of that time."""
     if "transformers" in sys.modules or not gc.isenabled():
         yield
         return

@@ -365,7 +365,7 @@ def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
 
 
 def _gathered_visible_keys(shard: SequenceShard, device: torch.device) -> list[VisibleKeys]:
-    """Return the visible keys of other ring ranks in the tokens that are gathered from all of them."""
+    """Return the visible keys of other ring ranks, and of prefixes on all ranks, in the tokens that are gathered."""
     ring_size, rank = shard.split.ring_size, shard.split.ring_rank
     first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank
     # A query sees the keys of all chunks before its own. This rank's first chunk needs no exchange.
