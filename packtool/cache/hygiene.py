@@ -205,15 +205,21 @@ def ngram_hashes(ids: IntArray) -> Hashes:
 
 
 def hash_columns(
-    rows: Sequence[list[EncodedSample]], split: str, tokens: MediaTokens, held_out: HeldOut | None, near: bool = False
+    rows: Sequence[list[EncodedSample]],
+    split: str,
+    tokens: MediaTokens,
+    held_out: HeldOut | None,
+    finds_near_duplicates: bool = False,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each.
 
-    ``near``: whether near-duplicates are searched.
+    ``finds_near_duplicates``: compute the column ``signature``.
     """
     columns_of_rows = _row_columns(rows, tokens, held_out)
     columns_of_rows["is_val"] = np.full(len(rows), split == VAL_SPLIT)
-    columns_of_rows["signature"] = np.array([_signature(row) if near else None for row in rows], object)
+    columns_of_rows["signature"] = np.array(
+        [_signature(row) if finds_near_duplicates else None for row in rows], object
+    )
     num_samples = [len(row) for row in rows]
     columns = {name: np.repeat(column, num_samples) for name, column in columns_of_rows.items()}
     columns["is_first"] = np.array([i == 0 for row in rows for i in range(len(row))], bool)

@@ -97,8 +97,8 @@ def find_compat_name(name: str, command: str) -> CompatName | None:
         meanings[explanation] = entry
     if not meanings:
         return None
-    most_helpful_first = get_args(Status)
-    first, *others = sorted(meanings.values(), key=lambda entry: most_helpful_first.index(entry.status))
+    status_order = get_args(Status)  # the most helpful explanations first
+    first, *others = sorted(meanings.values(), key=lambda entry: status_order.index(entry.status))
     return replace(first, other_meanings=tuple(others))
 
 

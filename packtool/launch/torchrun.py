@@ -471,8 +471,8 @@ def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[in
     forwarded = forwarder.received
     if forwarded and code in (-forwarded, _SIGNAL_BASE + forwarded):
         return _SIGNAL_BASE + forwarded, signal.Signals(forwarded).name
-    if code > 0:
-        return code, ""
+    if code >= 0:
+        return code or EXIT_UNEXPECTED, ""
     name = signal.Signals(-code).name
     reason = f"rank {rank} (process {failure.pid}) was ended by {name}"
     if name == "SIGKILL":

@@ -536,7 +536,7 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     usable_tokens = gap_tokens[-1] - gap_tokens[num_short_gaps]
     num_further_packs = -(-(tokens - usable_tokens) // capacity)  # rounded up
     bound = num_long + int(num_further_packs.max(initial=0))
-    if max_samples is not None:
+    if max_samples:
         bound = max(bound, math.ceil(int(counts.sum()) / max_samples))
     return bound
 
@@ -573,7 +573,7 @@ def _place_in_fewest_packs(
 
 def _factors_for_exact_fit(distinct: Int64Array, max_samples: int | None) -> tuple[float, ...]:
     """Return the scarcity factors to try, in this order."""
-    if max_samples is not None:
+    if max_samples:
         return _SCARCITY_FACTORS
     finds_pairs = distinct.max(initial=0) <= MAX_BITS_FOR_PAIRS
     return (0.0,) if finds_pairs else ()  # without a limit of samples, no slots are scarce

@@ -126,7 +126,8 @@ def plan_epoch(
         towers: work of the towers for images and sounds of each sample.
         trees: groups of samples with shared prefixes; each group is in one pack. ``media_tokens`` and ``towers`` are
             then what each sample adds to its group.
-        untrained: int64 (M,), ascending, may repeat: the samples to plan, all of them in ``trees``; None for all.
+        untrained: int64 (M,), ascending, may repeat: the samples to plan; ``trees`` must have exactly these. None for
+            all samples.
     """
     assert len(lengths) == len(target_tokens)
     packs = pack_epoch(

@@ -391,7 +391,7 @@ def test_near_duplicates_have_the_similarity(length: int, changes: set[int], thr
     shingles, others = ({tuple(row[i : i + 5]) for i in range(length - 4)} for row in (ids.tolist(), changed.tolist()))
     similarity = len(shingles & others) / len(shingles | others)
     samples = [replace(sample_of(row.tolist()), row=i) for i, row in enumerate((ids, changed))]
-    columns = hash_columns([[sample] for sample in samples], "train", MediaTokens({}), None, near=True)
+    columns = hash_columns([[sample] for sample in samples], "train", MediaTokens({}), None, finds_near_duplicates=True)
     index = pa.table({name: columns.get(name, [0, 0]) for name in HASHED_INDEX.names}, schema=HASHED_INDEX)
     config = ExportConfig(model="", dataset=(), output_dir="", near_duplicates=threshold)
     counts, _, _ = compare(index, None, config)
