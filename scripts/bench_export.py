@@ -11,8 +11,11 @@
 3. Tiny files: the whole command on rows with a file each. The baseline is the same rows in one file. CPU seconds of
    all processes depend less on other work on the machine than wall time; 2 and 3 measure both.
 
+4. ms-swift: the whole commands ``packtool export`` and ``swift export --to_cached_dataset`` on rows with pictures. Both
+   write a cache. ``--swift-python`` names the interpreter in which ms-swift is installed.
+
     python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2] [--files 20000]
-                                   [--only pictures|text|files]
+                                   [--swift-python PYTHON] [--only pictures|text|files|ms-swift]
 
 The real data (conversations, pictures, tokenizers) is not part of this repository. Ratios are medians of the repeats.
 """
@@ -55,6 +58,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=12, help="number of times the text rows are repeated")
     parser.add_argument("--num-proc", type=int, default=2, help="worker processes, and threads of the baseline")
     parser.add_argument("--files", type=int, default=20_000, help="number of files in the third comparison")
+    parser.add_argument("--swift-python", metavar="PYTHON", help="interpreter in which ms-swift is installed")
     parser.add_argument("--only", choices=list(_COMPARISONS), help="run only this comparison")
     options = parser.parse_args()
     if not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
@@ -229,6 +233,60 @@ def tiny_files(options: argparse.Namespace) -> None:
             print(f"  {name:4} {statistics.median(ratios):.2f} of the same rows in one file")
 
 
+def ms_swift(options: argparse.Namespace) -> None:
+    """Compare ``packtool export`` with ``swift export --to_cached_dataset`` on ``--copies`` copies of the picture rows.
+
+    Every copy has its own paths, so that no picture is measured only once.
+    """
+    if options.swift_python is None:
+        print("ms-swift: left out, because --swift-python is missing")
+        return
+    model = options.realdata / "tokenizers" / "qwen3-vl"
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        rows = work / "rows.jsonl"
+        with rows.open("w") as file:
+            for copy in range(options.copies):
+                (work / f"copy{copy}").symlink_to(options.realdata)
+                for name in PICTURE_ROWS:
+                    for line in (options.realdata / name).read_text().splitlines():
+                        row = json.loads(line)
+                        row["images"] = [str(work / f"copy{copy}" / image) for image in row["images"]]
+                        file.write(json.dumps({"messages": row["messages"], "images": row["images"]}) + "\n")
+        ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
+        for number in range(options.repeat):
+            ours = _export(model, rows, work / f"packtool{number}", options.num_proc)
+            theirs = _swift_export(options.swift_python, model, rows, work / f"swift{number}", options.num_proc)
+            assert ours["tokens"] == theirs["tokens"], f"{ours['tokens']:,} tokens, ms-swift {theirs['tokens']:,}"
+            for unit in ratios:
+                ratios[unit].append(theirs[unit] / ours[unit])
+        num_rows = len(rows.read_text().splitlines())
+        print(f"ms-swift: {num_rows:,} rows with pictures, {ours['tokens']:,} tokens, {options.num_proc} processes")
+        for unit, values in ratios.items():
+            spread = f"{min(values):.1f} to {max(values):.1f} in {len(values)} rounds"
+            print(f"  {unit}: packtool export is {statistics.median(values):.1f} times as fast ({spread})")
+
+
+_SWIFT_LENGTHS = """
+import json, sys
+from datasets import load_from_disk
+lengths = load_from_disk(sys.argv[1])["lengths"]
+print(json.dumps({"tokens": sum(sum(row) if isinstance(row, list) else row for row in lengths)}))
+"""
+
+
+def _swift_export(python: str, model: Path, rows: Path, cache: Path, num_proc: int) -> dict[str, Any]:
+    """Run ``swift export`` and return its wall time, CPU seconds and number of tokens."""
+    command = [python, "-c", "from swift.cli.main import cli_main; cli_main()", "export", "--to_cached_dataset", "true"]
+    command += ["--model", str(model), "--model_type", "qwen3_vl", "--dataset", str(rows), "--output_dir", str(cache)]
+    command += ["--max_length", "32768", "--split_dataset_ratio", "0", "--dataset_num_proc", str(num_proc)]
+    # ms-swift's own minimum is smaller than the processor's.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "IMAGE_MIN_TOKEN_NUM": "64"}
+    times = _timed(command, os.environ | hidden, prints_json=False)
+    counted = _timed([python, "-c", _SWIFT_LENGTHS, str(cache / "train")])
+    return times | {"tokens": counted["tokens"]}
+
+
 def _numbered(line: str, _: int, copy: int) -> str:
     """Return a row with the copy's number at its end."""
     row = json.loads(line)
@@ -256,19 +314,21 @@ def _peer(model: Path, rendered: Path, num_threads: int) -> dict[str, Any]:
     return _timed([sys.executable, "-c", _PEER, str(model / "tokenizer.json"), str(rendered)], environ)
 
 
-def _timed(command: list[str], environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run a command that prints JSON; return that, with its wall time and the CPU seconds of all its processes."""
+def _timed(command: list[str], environ: dict[str, str] | None = None, prints_json: bool = True) -> dict[str, Any]:
+    """Run a command; return the JSON that it prints, with its wall time and the CPU seconds of all its processes."""
     begin, before = time.perf_counter(), os.times()
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     wall, after = time.perf_counter() - begin, os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {**json.loads(done.stdout), "wall": wall, "cpu": cpu}
+    printed = json.loads(done.stdout) if prints_json else {}
+    return {**printed, "wall": wall, "cpu": cpu}
 
 
 _COMPARISONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "pictures": pictures,
     "text": text,
     "files": tiny_files,
+    "ms-swift": ms_swift,
 }
 
 
