@@ -65,7 +65,7 @@ def collate_packs(
     return PackedBatch(
         **batch_fields(input_ids, labels, weights, media, spec),
         position_ids=joined_positions([sample_positions(document, spec) for document in documents], spec),
-        channels=tuple(document.channel for document in documents),
+        channels=tuple(document.channel for document in documents),  # also of fillers
         num_samples=len(samples),
         num_padding=num_padding,
         cu_seqlens=_cu_seqlens(lengths),
@@ -81,18 +81,20 @@ def find_pictures(
 
     Args:
         input_ids: (T,).
-        lengths, key_lengths: tokens and keys of the documents; by default, keys are the tokens.
+        lengths: number of tokens of each document.
+        key_lengths: number of attention keys of each document; None if they are its tokens.
     """
-    if not spec.whole_pictures:
+    layers = spec.whole_pictures  # "all" or "windows"; "" if the model has none with such attention
+    if not layers:
         return None
     is_picture = np.isin(input_ids, list(spec.pad_ids.values()))
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    is_start = np.append(True, (np.diff(is_picture) != 0) | (np.diff(document) != 0))
+    document_of_token = np.repeat(np.arange(len(lengths)), lengths)
+    is_start = np.append(True, (np.diff(is_picture) != 0) | (np.diff(document_of_token) != 0))
     bounds = [*np.flatnonzero(is_start).tolist(), len(input_ids)]
     spans = [(start, stop) for start, stop in pairwise(bounds) if is_picture[start]]
     if not spans:
         return None
-    return WholePictures(spans, lengths, key_lengths or lengths, only_windows=spec.whole_pictures == "windows")
+    return WholePictures(spans, lengths, key_lengths or lengths, only_windows=layers == "windows")
 
 
 def collate_padded(
@@ -121,10 +123,7 @@ def collate_padded(
 
 
 def _padded_rows(rows: Sequence[npt.NDArray[Any]], fill: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Put rows (L,) below each other, (B, T), padded on the right to the longest.
-
-    Padding tokens have no label and are never attended to.
-    """
+    """Put rows (L,) below each other, (B, T), padded on the right to the longest."""
     padded = np.full((len(rows), max(map(len, rows))), fill, dtype)
     for row, values in enumerate(rows):
         padded[row, : len(values)] = values
@@ -152,17 +151,19 @@ def batch_fields(
     """Return the fields that all classes of ``Batch`` share, by name.
 
     Args:
-        input_ids, labels, weights: (T,) or (B, T); labels and weights are shifted. Weights None: all are 1.
+        input_ids: (T,) or (B, T).
+        labels, weights: of the next token, same shape; ``weights`` None if all are 1.
         media: inputs of the towers, by the names of the model's arguments.
         exchanges_features: ranks share the sequence, and send each other the features of its media.
     """
     id_rows = _as_rows(spec.model_ids(input_ids))
     label_rows = _as_rows(labels)
-    if spec.family.token_types:
+    token_types_argument = spec.family.token_types  # "" if the model takes none
+    if token_types_argument:
         token_types = torch.zeros_like(id_rows)
         for kind, pad_id in spec.pad_ids.items():
             token_types[id_rows == pad_id] = TOKEN_TYPES[kind]
-        media = media | {spec.family.token_types: token_types}
+        media = media | {token_types_argument: token_types}
     return {
         "input_ids": id_rows,
         "labels": label_rows,
@@ -239,20 +240,11 @@ def _load_with_fillers(
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
     """Load the media of samples, and append fillers: blank media for ``towers`` without media, and padding tokens.
 
-    Return samples and fillers, at least one document; inputs of the towers by argument; and the number of padding
-    tokens. ``towers`` None: all of the model's.
+    Return all documents, at least one; the towers' inputs by argument of the model; and the number of padding tokens.
     """
     documents = list(samples)
     media = load_media(samples, spec)
-    running_towers = spec.towers if towers is None else towers
-    if "vision" in running_towers and not _has_visual_media(media, spec):
-        document, blank_media = _blank_image_document(spec)
-        documents.append(document)
-        media |= blank_media
-    has_sounds = "input_features" in media
-    if "sound" in running_towers and not has_sounds:
-        documents.append(filler_document([spec.pad_ids["audio"]]))
-        media |= silence(spec)
+    _append_blank_media(documents, media, spec, spec.towers if towers is None else towers)
     if not documents:
         documents.append(filler_document([PAD_ID]))
     num_tokens = sum(document.length for document in documents)
@@ -260,6 +252,20 @@ def _load_with_fillers(
     if num_padding:
         documents.append(filler_document([PAD_ID] * num_padding))
     return documents, media, num_padding
+
+
+def _append_blank_media(
+    documents: list[EncodedSample], media: dict[str, Tensor], spec: InputSpec, towers: frozenset[Tower]
+) -> None:
+    """Append a filler with a blank medium, and add the medium's inputs, for each of ``towers`` that has no media."""
+    if "vision" in towers and not _has_visual_media(media, spec):
+        document, blank_inputs = _blank_image_document(spec)
+        documents.append(document)
+        media |= blank_inputs
+    has_sounds = "input_features" in media
+    if "sound" in towers and not has_sounds:
+        documents.append(filler_document([spec.pad_ids["audio"]]))
+        media |= silence(spec)
 
 
 def _has_visual_media(media: dict[str, Tensor], spec: InputSpec) -> bool:
@@ -329,31 +335,27 @@ def collate_tree(
 ) -> PackedBatch:
     """Lay samples end to end in one sequence, with each common prefix of at least ``min_shared`` tokens once.
 
-    Return a ``TreeBatch``, whose documents are the nodes of a prefix tree, then fillers; or the result of
-    ``collate_packs`` if nothing is shared.
+    Return a ``TreeBatch``; or if nothing is shared, the result of ``collate_packs``.
     """
     check_placeholders(samples, spec)
     nodes = find_tree(samples, spec, min_shared=min_shared)
     if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, pad_to_multiple_of=pad_to_multiple_of)
-    # All samples of a node have the same tokens there, so they are taken from the first.
-    node_documents = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
+    node_documents = slice_nodes(samples, nodes, spec)
     documents, media, num_padding = _load_with_fillers(node_documents, spec, towers, pad_to_multiple_of)
-    fillers = documents[len(nodes) :]
+    num_fillers = len(documents) - len(nodes)
+    parents = tuple(node.parent for node in nodes) + (ROOT,) * num_fillers
     lengths = tuple(document.length for document in documents)
-    parents = tuple(node.parent for node in nodes) + (ROOT,) * len(fillers)
-    keys, key_lengths = key_index(parents, lengths)
-    positions = node_positions(samples, nodes, spec)
-    positions += [sample_positions(document, spec) for document in fillers]
+    key_positions, key_lengths = key_index(parents, lengths)
     token_fields = tree_token_fields(documents, samples, nodes, spec, media)
     return TreeBatch(
         **token_fields,
-        key_index=torch.from_numpy(keys),
+        key_index=torch.from_numpy(key_positions),
         cu_seqlens_k=_cu_seqlens(key_lengths),
         key_lengths=key_lengths,
         parents=parents,
         pictures=find_pictures(token_fields["input_ids"][0].numpy(), spec, lengths, key_lengths),
-        position_ids=joined_positions(positions, spec),
+        position_ids=joined_positions(tree_positions(samples, nodes, documents, spec), spec),
         num_samples=len(samples),
         num_padding=num_padding,
         cu_seqlens=_cu_seqlens(lengths),
@@ -372,14 +374,17 @@ def tree_token_fields(
 ) -> dict[str, Any]:
     """Return the fields of tokens, targets, channels and media of a batch with shared prefixes.
 
-    ``documents`` are nodes, possibly padded, then fillers; ``index``, (t,), the positions of this rank's tokens.
+    Args:
+        documents: the nodes as samples, which may be padded, then fillers.
+        index: positions of this rank's tokens in the sequence, (t,); None if no other rank shares it.
     """
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
     targets = _tree_targets(samples, nodes, [document.length for document in documents], spec)
-    is_part = index is not None
     if index is not None:
-        input_ids, targets = input_ids[index], targets.at(index)
-    fields = batch_fields(input_ids, targets.labels, targets.weights, media, spec, exchanges_features=is_part)
+        input_ids = input_ids[index]
+        targets = targets.at(index)
+    ranks_share_media = index is not None
+    fields = batch_fields(input_ids, targets.labels, targets.weights, media, spec, exchanges_features=ranks_share_media)
     return fields | _target_fields(samples, targets, fields["target_positions"].numpy())
 
 
@@ -423,7 +428,24 @@ def _target_fields(
     }
 
 
-def node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
+def slice_nodes(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[EncodedSample]:
+    """Return the tokens and media of each node as a sample; all samples of a node have the same there."""
+    return [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
+
+
+def tree_positions(
+    samples: Sequence[EncodedSample], nodes: Sequence[Node], documents: Sequence[EncodedSample], spec: InputSpec
+) -> list[npt.NDArray[Any]]:
+    """Return the positions of nodes, then fillers, (4, L) each; padding of a node repeats its last position."""
+    padded_nodes, fillers = documents[: len(nodes)], documents[len(nodes) :]
+    positions = []
+    for padded, unpadded in zip(padded_nodes, _node_positions(samples, nodes, spec), strict=True):
+        num_padding = padded.length - unpadded.shape[1]
+        positions.append(np.pad(unpadded, ((0, 0), (0, num_padding)), "edge"))
+    return positions + [sample_positions(filler, spec) for filler in fillers]
+
+
+def _node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
     """Return the positions of each node's tokens, (4, node length): those that they have in the complete samples."""
     first_samples = {node.samples[0] for node in nodes}
     positions_of_sample = {number: sample_positions(samples[number], spec) for number in first_samples}
@@ -442,37 +464,41 @@ def _last_nodes(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
 def _tree_targets(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], lengths: Sequence[int], spec: InputSpec
 ) -> _TreeTargets:
-    """Return the targets of a sequence whose documents have these lengths: nodes, possibly padded, then fillers."""
+    """Return the targets of a sequence of documents with these lengths; the first are the nodes, with padding."""
     labels_of_samples = [shifted_labels(sample) for sample in samples]
     weights_of_samples = shifted_weights(samples, spec)  # None: every target has weight 1
     labels = np.full(sum(lengths), IGNORE_INDEX)
     weights = np.zeros(sum(lengths), np.float32)
     label_samples, label_positions = [], []
-    starts = np.cumsum([0, *lengths]).tolist()
-    for node, start in zip(nodes, starts, strict=False):
+    node_starts = np.cumsum([0, *lengths])[: len(nodes)].tolist()
+    for node, start in zip(nodes, node_starts, strict=True):
         node_tokens = slice(start, start + node.length)
         label_rows = _rows_of_samples(labels_of_samples, node)  # (samples of the node, its tokens)
         is_target = label_rows != IGNORE_INDEX
-        weight_rows = is_target.astype(np.float32)
-        if weights_of_samples is not None:
-            weight_rows *= _rows_of_samples(weights_of_samples, node)
         labels[node_tokens] = _common_labels(label_rows)
-        weights[node_tokens] = weight_rows.sum(axis=0, dtype=np.float32)
-        rows, columns = np.nonzero(is_target)
-        label_samples.append(np.array(node.samples, np.int64)[rows])
-        label_positions.append(start + columns)
+        weights[node_tokens] = _summed_weights(is_target, weights_of_samples, node)
+        node_samples, tokens = np.nonzero(is_target)
+        label_samples.append(np.array(node.samples, np.int64)[node_samples])
+        label_positions.append(start + tokens)
     return _TreeTargets(labels, weights, np.concatenate(label_samples), np.concatenate(label_positions))
 
 
 def _common_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return the label of each token of a node, int64 (n,), from its labels in each sample, (samples, n).
-
-    All samples in which a token has a target have the same one. It exceeds IGNORE_INDEX, so it is the maximum.
-    """
-    labels = label_rows.max(axis=0, initial=IGNORE_INDEX)
+    """Return the label of each token of a node, int64 (n,), from its labels in each sample, (samples, n)."""
+    labels = label_rows.max(axis=0, initial=IGNORE_INDEX)  # a target exceeds IGNORE_INDEX
     is_target = label_rows != IGNORE_INDEX
     assert (label_rows == labels)[is_target].all(), "a token has one label"
     return labels.astype(np.int64)
+
+
+def _summed_weights(
+    is_target: npt.NDArray[np.bool_], weights_of_samples: Sequence[npt.NDArray[np.float32]] | None, node: Node
+) -> npt.NDArray[np.float32]:
+    """Return the sum of the weights that each token of a node has in its samples, float32 (n,)."""
+    weight_rows = is_target.astype(np.float32)
+    if weights_of_samples is not None:
+        weight_rows *= _rows_of_samples(weights_of_samples, node)
+    return weight_rows.sum(axis=0, dtype=np.float32)
 
 
 def _rows_of_samples(values_of_samples: Sequence[npt.NDArray[Any]], node: Node) -> npt.NDArray[Any]:

@@ -27,13 +27,14 @@ from packtool.batch.collate import (
     filler_document,
     joined_positions,
     joined_tokens,
-    node_positions,
+    slice_nodes,
+    tree_positions,
     tree_token_fields,
 )
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, align_sample, sample_positions
-from packtool.batch.prefix_tree import ROOT, Node, find_tree, slice_sample
+from packtool.batch.prefix_tree import ROOT, Node, find_tree
 from packtool.batch.shard import FeatureRoute, Int64Array, SequenceShard, SequenceSplit, assign_tokens, route_features
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
@@ -65,112 +66,132 @@ def collate_shard(
 ) -> ShardedBatch:
     """Collate one rank's part of a packed sequence that several ranks share.
 
-    A ``ShardedTreeBatch``, with all samples sharded, if some share a prefix of at least ``min_shared`` tokens.
+    The result is a ``ShardedTreeBatch`` if samples share a prefix of at least ``min_shared`` tokens; then all of them
+    are sharded, whatever the ``placement``.
 
     Args:
         samples: the same on all ranks that share the sequence.
         placement: the rank that holds each sample, or ``SHARDED``; None if all are sharded.
         towers: towers that must run, even if no sample has media for them; None for all of the model's.
-        pad_to_multiple_of: pads each rank's part to a multiple, by a filler document of its own.
+        pad_to_multiple_of: pads each rank's part to a multiple, by a filler document that only this rank has.
     """
     check_placeholders(samples, spec)
     nodes = [] if min_shared is None else find_tree(samples, spec, min_shared=min_shared)
-    num_samples = len(samples) if split.rank == 0 else 0  # each sample is counted by one rank
-    if any(node.is_shared for node in nodes):
-        # All samples of a node have the same tokens there, so they are taken from the first.
-        node_samples = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
-        part = _rank_part(node_samples, [SHARDED] * len(nodes), spec, split, towers, pad_to_multiple_of)
-        return _tree_shard(samples, nodes, spec, part, num_samples)
-    part = _rank_part(samples, placement or [SHARDED] * len(samples), spec, split, towers, pad_to_multiple_of)
-    tokens = _token_fields(part.documents, spec, part.token_positions, part.media)
-    return ShardedBatch(**tokens, **part.fields, num_samples=num_samples)
+    is_tree = any(node.is_shared for node in nodes)
+    documents = slice_nodes(samples, nodes, spec) if is_tree else samples
+    if is_tree or placement is None:
+        placement = [SHARDED] * len(documents)
+    layout = _lay_out(documents, placement, split, pad_to_multiple_of)
+    media, routes = _load_media(layout, spec, towers)
+    shard = layout.shard(routes)
+    num_counted = len(samples) if split.rank == 0 else 0  # each sample is counted by one rank
+    if is_tree:
+        tree_shard = _tree_shard(shard, nodes)
+        fields = _tree_fields(samples, nodes, layout, media, spec)
+        return ShardedTreeBatch(**fields, **layout.fields, shard=tree_shard, num_samples=num_counted)
+    fields = _token_fields(layout, media, spec)
+    return ShardedBatch(**fields, **layout.fields, shard=shard, num_samples=num_counted)
 
 
-class _RankPart(NamedTuple):
-    """This rank's part of a sequence.
+class _Layout(NamedTuple):
+    """The documents of a sequence, and their distribution over its ranks.
 
     Args:
-        documents: all documents of the sequence: samples or nodes, then fillers.
-        token_positions: int64 (t,), of this rank's tokens in the sequence.
-        media: inputs of this rank's towers by argument.
+        documents: samples (or nodes of a prefix tree), then fillers.
+        placement: the rank that holds each document, or ``SHARDED``.
         num_padding: tokens of the filler that pads this rank's part.
+        tokens_by_rank: positions in the sequence of each rank's tokens, int64 (t,).
     """
 
     documents: list[EncodedSample]
-    token_positions: Int64Array
-    media: dict[str, Tensor]
-    shard: SequenceShard
+    placement: list[int]
+    split: SequenceSplit
     num_padding: int
+    tokens_by_rank: list[Int64Array]
+
+    @property
+    def positions(self) -> Int64Array:
+        """Positions in the sequence of this rank's tokens."""
+        return self.tokens_by_rank[self.split.rank]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(document.length for document in self.documents)
 
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of the batch."""
-        return {
-            "index": torch.from_numpy(self.token_positions),
-            "lengths": tuple(document.length for document in self.documents),
-            "shard": self.shard,
-            "num_padding": self.num_padding,
-        }
+        index = torch.from_numpy(self.positions)
+        return {"index": index, "lengths": self.lengths, "num_padding": self.num_padding}
+
+    def shard(self, routes: dict[str, FeatureRoute]) -> SequenceShard:
+        """Describe this rank's part."""
+        return SequenceShard(self.split, self._lengths_on(self.split.rank), self._lengths_on(SHARDED), routes)
+
+    def _lengths_on(self, rank: int) -> tuple[int, ...]:
+        pairs = zip(self.lengths, self.placement, strict=True)
+        return tuple(length for length, document_rank in pairs if document_rank == rank)
 
 
-def _rank_part(
-    samples: Sequence[EncodedSample],
-    sample_placement: Sequence[int],
-    spec: InputSpec,
-    split: SequenceSplit,
-    towers: frozenset[Tower] | None,
-    pad_to_multiple_of: int,
-) -> _RankPart:
-    """Append fillers to samples (or nodes, as samples), assign the tokens to ranks, and load this rank's media.
+def _lay_out(
+    samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit, pad_to_multiple_of: int
+) -> _Layout:
+    """Append fillers to samples (or nodes), and assign all tokens to ranks."""
+    documents, placement = _with_filler_documents(samples, sample_placement, split)
+    padding_by_rank = _padding_by_rank(documents, placement, split, pad_to_multiple_of)
+    documents += [filler_document([PAD_ID] * num_padding) for num_padding in padding_by_rank.values()]
+    placement += padding_by_rank.keys()
+    tokens_by_rank = assign_tokens([document.length for document in documents], placement, split)
+    return _Layout(documents, placement, split, padding_by_rank.get(split.rank, 0), tokens_by_rank)
 
-    ``sample_placement``: the rank that holds each sample, or ``SHARDED``.
-    """
-    documents, placement, num_padding = _with_fillers(samples, sample_placement, split, pad_to_multiple_of)
-    lengths = [document.length for document in documents]
-    tokens_by_rank = assign_tokens(lengths, placement, split)
-    media: dict[str, Tensor] = {}
+
+def _load_media(
+    layout: _Layout, spec: InputSpec, towers: frozenset[Tower] | None
+) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
+    """Load this rank's media; return the inputs of its towers by argument, and the exchange of features by kind."""
+    if not spec.towers:
+        return {}, {}
+    documents, split = layout.documents, layout.split
+    _refuse_mixed_media(documents, spec)
+    media_ranks = _assign_media(documents, layout.placement, spec, split)
+    media = load_media(_with_media_of(split.rank, documents, media_ranks), spec)
     routes: dict[str, FeatureRoute] = {}
-    if spec.has_vision:
-        _refuse_mixed_media(documents, spec)
-        media_ranks = _assign_media(documents, placement, spec, split)
-        media = load_media(_with_media_of(split.rank, documents, media_ranks), spec)
-        for kind in _routed_kinds(media_ranks, spec, spec.towers if towers is None else towers):
-            media = _with_blank_medium(media, kind, spec)  # its features are not sent
-            placeholders = _placeholder_positions(documents, kind, spec)
-            feature_ranks = _feature_ranks(media_ranks, kind, spec)
-            routes[kind] = route_features(placeholders, feature_ranks, tokens_by_rank, split.rank)
-    shard = _sequence_shard(lengths, placement, split, routes)
-    return _RankPart(documents, tokens_by_rank[split.rank], media, shard, num_padding)
+    for kind in _routed_kinds(media_ranks, spec, spec.towers if towers is None else towers):
+        # All ranks run the kind's tower, those without such media on a blank one, whose features no rank receives.
+        media = _with_blank_medium(media, kind, spec)
+        placeholders = _placeholder_positions(documents, kind, spec)
+        feature_ranks = _feature_ranks(media_ranks, kind, spec)
+        routes[kind] = route_features(placeholders, feature_ranks, layout.tokens_by_rank, split.rank)
+    return media, routes
 
 
-def _tree_shard(
-    samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, part: _RankPart, num_samples: int
-) -> ShardedTreeBatch:
-    """Return the batch of a prefix tree; the documents of ``part`` are nodes, with their padding, then fillers."""
-    positions = []
-    for document, unpadded in zip(part.documents, node_positions(samples, nodes, spec), strict=False):
-        num_padding = document.length - unpadded.shape[1]
-        positions.append(np.pad(unpadded, ((0, 0), (0, num_padding)), "edge"))  # repeats the last position
-    positions += [sample_positions(document, spec) for document in part.documents[len(nodes) :]]
-    filler_lengths = part.shard.sharded_lengths[len(nodes) :]
-    shard = dataclasses.replace(
-        part.shard,
+def _tree_shard(shard: SequenceShard, nodes: Sequence[Node]) -> SequenceShard:
+    """Add the structure of a prefix tree to a shard whose sharded documents are its nodes, then fillers."""
+    filler_lengths = shard.sharded_lengths[len(nodes) :]
+    return dataclasses.replace(
+        shard,
         parents=tuple(node.parent for node in nodes) + (ROOT,) * len(filler_lengths),
         sharded_tokens=tuple(node.length for node in nodes) + filler_lengths,
     )
-    tokens = tree_token_fields(part.documents, samples, nodes, spec, part.media, part.token_positions)
-    position_ids = joined_positions(positions, spec, part.token_positions)
-    fields = part._replace(shard=shard).fields
-    return ShardedTreeBatch(**tokens, **fields, position_ids=position_ids, num_samples=num_samples)
 
 
-def _token_fields(
-    documents: Sequence[EncodedSample], spec: InputSpec, index: Int64Array, media: dict[str, Tensor]
+def _tree_fields(
+    samples: Sequence[EncodedSample],
+    nodes: Sequence[Node],
+    layout: _Layout,
+    media: dict[str, Tensor],
+    spec: InputSpec,
 ) -> dict[str, Any]:
-    """Return the batch's fields of tokens, positions, channels and media by name.
+    """Return the batch's fields of tokens, targets, positions and media of a prefix tree by name."""
+    fields = tree_token_fields(layout.documents, samples, nodes, spec, media, layout.positions)
+    document_positions = tree_positions(samples, nodes, layout.documents, spec)
+    fields["position_ids"] = joined_positions(document_positions, spec, layout.positions)
+    return fields
 
-    ``index``, (t,), are the positions in the sequence of this rank's tokens; ``media`` are the inputs of its towers.
-    """
+
+def _token_fields(layout: _Layout, media: dict[str, Tensor], spec: InputSpec) -> dict[str, Any]:
+    """Return the batch's fields of tokens, positions, channels and media by name."""
+    documents, index = layout.documents, layout.positions
     input_ids, labels, weights = joined_tokens(documents, spec)  # of the complete sequence
     rank_weights = None if weights is None else weights[index]
     fields = batch_fields(input_ids[index], labels[index], rank_weights, media, spec, exchanges_features=True)
@@ -182,14 +203,11 @@ def _token_fields(
 def _document_positions(
     documents: Sequence[EncodedSample], spec: InputSpec, index: Int64Array
 ) -> list[npt.NDArray[Any]]:
-    """Return the positions of each document, (4, L); zeros for documents without tokens on this rank.
-
-    Positions of M-RoPE models are expensive, so they are computed only where ``index``, (t,), has tokens.
-    """
+    """Return the positions of each document, (4, L); zeros for documents without tokens on this rank."""
     lengths = [document.length for document in documents]
     document_of_token = np.repeat(np.arange(len(documents)), lengths)
     local_documents = set(document_of_token[index].tolist())
-    positions: list[npt.NDArray[Any]] = []
+    positions: list[npt.NDArray[Any]] = []  # expensive for M-RoPE models
     for number, document in enumerate(documents):
         if number in local_documents:
             positions.append(sample_positions(document, spec))
@@ -198,49 +216,27 @@ def _document_positions(
     return positions
 
 
-def _sequence_shard(
-    lengths: Sequence[int], placement: Sequence[int], split: SequenceSplit, routes: dict[str, FeatureRoute]
-) -> SequenceShard:
-    """Describe this rank's part; ``lengths`` and ``placement`` are those of all documents."""
-    local_lengths = tuple(length for length, rank in zip(lengths, placement, strict=True) if rank == split.rank)
-    sharded_lengths = tuple(length for length, rank in zip(lengths, placement, strict=True) if rank == SHARDED)
-    return SequenceShard(split, local_lengths, sharded_lengths, routes)
-
-
-def _with_fillers(
-    samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit, pad_to_multiple_of: int
-) -> tuple[list[EncodedSample], list[int], int]:
-    """Return samples and all fillers, the placement of each, and the number of padding tokens of this rank."""
-    documents, placement = _with_filler_documents(samples, sample_placement, split)
-    padding_by_rank = _padding_by_rank(documents, placement, split, pad_to_multiple_of)
-    documents += [filler_document([PAD_ID] * num_padding) for num_padding in padding_by_rank.values()]
-    placement += padding_by_rank.keys()
-    return documents, placement, padding_by_rank.get(split.rank, 0)
-
-
 def _with_filler_documents(
     samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
-    """Return samples, padded if they are sharded, and fillers, with the placement of all: no rank is without tokens.
-
-    A sharded filler makes the tokens of all sharded documents divisible among the ranks.
-    """
+    """Pad sharded samples, and add the fillers that give each rank tokens; return all documents and their placement."""
     documents = list(samples)
     placement = list(sample_placement)
+    if SHARDED not in placement:
+        for rank in range(split.size):
+            if rank not in sample_placement:
+                documents.append(filler_document([PAD_ID]))
+                placement.append(rank)
+        return documents, placement
     num_sharded_tokens = 0
     for number, rank in enumerate(sample_placement):
         if rank == SHARDED:
             documents[number] = align_sample(samples[number], split.multiple)
             num_sharded_tokens += documents[number].length
     num_filler_tokens = split.num_filler_tokens(num_sharded_tokens)
-    if num_filler_tokens:
+    if num_filler_tokens:  # each rank must hold the same number of sharded tokens
         documents.append(filler_document([PAD_ID] * num_filler_tokens))
         placement.append(SHARDED)
-    if num_sharded_tokens == 0:  # else each rank holds a part of the sharded documents
-        for rank in range(split.size):
-            if rank not in sample_placement:
-                documents.append(filler_document([PAD_ID]))
-                placement.append(rank)
     return documents, placement
 
 
@@ -289,10 +285,7 @@ def _refuse_mixed_media(documents: Sequence[EncodedSample], spec: InputSpec) -> 
 def _routed_kinds(
     media_ranks: Sequence[tuple[DocumentMedium, int]], spec: InputSpec, towers: frozenset[Tower]
 ) -> list[MediaKind]:
-    """Return the kinds of media whose features ranks exchange: those of the sequence, and those that ``towers`` need.
-
-    All ranks must run the same towers, so a kind that any rank encodes is routed on every rank.
-    """
+    """Return the kinds of media whose features ranks exchange: those of the sequence, and of ``towers``."""
     kinds = {spec.family.taken_as(each.kind) for each, _ in media_ranks}
     if "vision" in towers and not kinds & {"image", "video"}:
         kinds.add("image")
@@ -314,10 +307,7 @@ def _with_blank_medium(inputs: dict[str, Tensor], kind: MediaKind, spec: InputSp
 def with_rank_media(
     samples: Sequence[EncodedSample], placement: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> list[EncodedSample]:
-    """Return the samples of a sequence with only those media that this rank's towers encode.
-
-    ``placement``: the rank that holds each sample, or ``SHARDED``.
-    """
+    """Return the samples of a sequence with only those media that this rank's towers encode."""
     return _with_media_of(split.rank, samples, _assign_media(samples, placement, spec, split))
 
 
@@ -345,8 +335,7 @@ def _assign_media(
 ) -> list[tuple[DocumentMedium, int]]:
     """Return all media of a sequence, each with the rank that encodes it; a sound track is a medium of its own.
 
-    The media of a local document are encoded by its rank. The media of sharded documents are distributed so that all
-    ranks have similar costs in the towers.
+    Media of local documents go to their rank. The others are distributed so that the towers' costs are balanced.
     """
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):

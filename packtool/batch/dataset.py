@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packtool.batch.batch import B, Batch, SkippedSample
+from packtool.batch.batch import B, Batch, ShardedBatch, SkippedSample
 from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.media import load_media
@@ -29,10 +29,7 @@ RESUME = "--resume-from-checkpoint true goes on from the newest checkpoint, if t
 
 @contextlib.contextmanager
 def explain_dead_workers(remedy: str = RESUME) -> Iterator[None]:
-    """Turn torch's error about a dead data worker, which can be raised anywhere inside, into a PacktoolError.
-
-    ``remedy``: advice to the user, besides loading without workers.
-    """
+    """Turn torch's error about a dead data worker into a PacktoolError that gives the user a ``remedy``."""
     try:
         yield
     except RuntimeError as error:
@@ -73,16 +70,16 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         self.spec = spec
         self.skip_bad_media = skip_bad_media
         self.splits = dict(splits or {})
-        self._default_size = next(iter(self.splits), 1)
+        self._default_num_ranks = next(iter(self.splits), 1)
         self.pad_to_multiple_of, self.min_shared = pad_to_multiple_of, min_shared
         self.required_towers = spec.towers if required_towers is None else required_towers
-        self._collate: Callable[..., Batch]  # for micro-batches of this rank alone
+        self._collate_local: Callable[..., Batch]  # for micro-batches that no other rank shares
         if min_shared is not None:
-            self._collate = partial(collate_tree, min_shared=min_shared, pad_to_multiple_of=pad_to_multiple_of)
+            self._collate_local = partial(collate_tree, min_shared=min_shared, pad_to_multiple_of=pad_to_multiple_of)
         elif packing:
-            self._collate = partial(collate_packs, pad_to_multiple_of=pad_to_multiple_of)
+            self._collate_local = partial(collate_packs, pad_to_multiple_of=pad_to_multiple_of)
         else:
-            self._collate = collate_padded
+            self._collate_local = collate_padded
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch | PacktoolError:
         """Return the micro-batch or its error; an error raised in a worker process would lose its type and remedy."""
@@ -98,31 +95,33 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     def _collate_loaded(self, samples: Sequence[EncodedSample], micro_batch: MicroBatch) -> Batch:
         """Load the media of a micro-batch's samples and collate them.
 
-        With ``skip_bad_media``, leave out samples whose media cannot be loaded. If several ranks share the samples, a
-        MediaError is raised instead.
+        With ``skip_bad_media``, leave out samples whose media cannot be loaded, unless several ranks share the samples.
         """
-        towers = self._towers_to_run(micro_batch)
-        num_ranks = micro_batch.sequence_parallel_size or self._default_size
-        if num_ranks > 1:
-            check_unchanged(samples, self.spec)
-            return collate_shard(
-                samples,
-                self.spec,
-                self.splits[num_ranks],
-                micro_batch.placement,
-                towers,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                min_shared=self.min_shared,
-            )
+        num_ranks = micro_batch.sequence_parallel_size or self._default_num_ranks
         try:
             check_unchanged(samples, self.spec)
-            return self._collate(samples, self.spec, towers=towers)
+            if num_ranks > 1:
+                return self._collate_shard(samples, micro_batch, self.splits[num_ranks])
+            return self._collate_local(samples, self.spec, towers=self._towers_to_run(micro_batch))
         except MediaError:
-            if not self.skip_bad_media:
+            if num_ranks > 1 or not self.skip_bad_media:
                 raise
         good_samples, skipped = self._separate_bad_media(samples, micro_batch)
-        batch = self._collate(good_samples, self.spec, towers=towers)
+        batch = self._collate_local(good_samples, self.spec, towers=self._towers_to_run(micro_batch))
         return dataclasses.replace(batch, skipped=tuple(skipped))
+
+    def _collate_shard(
+        self, samples: Sequence[EncodedSample], micro_batch: MicroBatch, split: SequenceSplit
+    ) -> ShardedBatch:
+        return collate_shard(
+            samples,
+            self.spec,
+            split,
+            micro_batch.placement,
+            self._towers_to_run(micro_batch),
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            min_shared=self.min_shared,
+        )
 
     def _towers_to_run(self, micro_batch: MicroBatch) -> frozenset[Tower]:
         """Return the towers that every rank runs: all of them if it is unknown which have media."""
@@ -137,7 +136,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
 
         If a sample is in the micro-batch several times and one copy fails, all its copies are left out.
         """
-        # Samples are identified by their positions in the caches; those of a stream by their index.
+        # Samples are identified by their positions in the caches; those of a stream, which has none, by their index.
         is_stream = not all(isinstance(planned, int) for planned in micro_batch.samples)
         keys = range(len(samples)) if is_stream else micro_batch.samples
         messages: dict[int, str] = {}
@@ -167,8 +166,7 @@ def load_micro_batches(
 ) -> Iterator[Batch]:
     """Yield the collated micro-batches at ``indices``, prefetched by ``num_workers`` processes.
 
-    PacktoolError if an item of the dataset is one, or a process dies: then ``remedy`` is what the user can do, other
-    than loading without processes.
+    Raises an item of the dataset that is a PacktoolError; and a PacktoolError with ``remedy`` if a process dies.
     """
     loader = DataLoader(
         dataset,

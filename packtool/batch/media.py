@@ -60,9 +60,9 @@ Images = Sequence[tuple[EncodedImage, EncodedSample]]
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Load the towers' inputs for some samples, as for ``load_pixels`` and ``load_sounds`` or ``load_processed``.
+    """Load the towers' inputs for some samples, as for ``load_pixels`` and ``load_sounds``, or ``load_processed``.
 
-    A MediaError names a file that cannot be read or has changed since the export.
+    A MediaError names a file that is unreadable, or has changed since the export.
     """
     if spec.family.processor_inputs:
         return load_processed(samples, spec)
@@ -71,11 +71,9 @@ def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, T
 
 
 def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Load patches of all images and videos of some samples, in the order of their placeholder tokens.
+    """Load patches, float32 (patches, patch_dim), and grids, int64 (media, 3), of all images and videos in token order.
 
-    Returns:
-        patches float32 (patches, patch_dim) and grids int64 (media, 3) of pictures and of videos, by the names in the
-        family's record, if there are any.
+    Returned by the names in the family's record.
     """
     runs = _runs(samples) if spec.family.videos_as_pictures else [samples]
     return _concatenated([_patches(run, spec) for run in runs])
@@ -106,11 +104,9 @@ def _patches(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Ten
 
 
 def _patches_of_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Load the patches and grids of samples' videos, at least one.
-
-    Videos are processed one at a time: a processor would stack videos of one size, and each has its own bounds.
-    """
+    """Load the patches and grids of samples' videos, at least one."""
     videos = [(video, sample) for sample in samples for video in sample.videos]
+    # One at a time: a processor would stack videos of one size, and each video has its own bounds.
     inputs_of_videos = [_video_patches(video, sample, spec) for video, sample in videos]
     inputs = {name: torch.cat([each[name] for each in inputs_of_videos]) for name in spec.family.video_inputs}
     if not spec.family.videos_as_pictures:
@@ -145,7 +141,7 @@ def _decoded_images(images: Images, spec: InputSpec, **settings: bool) -> dict[s
     else:
         bounds = [image_bounds(image.height, image.width, image.grid, limits) for image, _ in images]
     process = partial(_load(AutoImageProcessor, spec.model), return_tensors="pt", **settings)
-    patches, grids = _within_bounds(pictures, bounds, process, spec.family.image_inputs)
+    patches, grids = _process_within_bounds(pictures, bounds, process, spec.family.image_inputs)
     for (image, sample), picture, grid in zip(images, pictures, grids.tolist(), strict=True):
         if (image.width, image.height) != picture.size or image.grid != tuple(grid):
             size = f"{picture.width}x{picture.height} pixels in {tuple(grid)}"
@@ -153,20 +149,22 @@ def _decoded_images(images: Images, spec: InputSpec, **settings: bool) -> dict[s
     return dict(zip(spec.family.image_inputs, (patches, grids), strict=True))
 
 
-def _within_bounds(
+def _process_within_bounds(
     pictures: Sequence[Any], bounds: Sequence[Bounds], process: Callable[..., Any], names: tuple[str, str]
 ) -> tuple[Tensor, Tensor]:
     """Return patches and grids of images in their order; images with equal pixel bounds are processed in one call."""
     pixels_name, grids_name = names
+    numbers_by_bounds: dict[Bounds, list[int]] = {}
+    for number, bounds_of_picture in enumerate(bounds):
+        numbers_by_bounds.setdefault(bounds_of_picture, []).append(number)
     patches: dict[int, Tensor] = {}  # of each image, by its number
     grids: dict[int, Tensor] = {}
-    for min_pixels, max_pixels in dict.fromkeys(bounds):  # each pair of bounds once
-        numbers = [number for number, other in enumerate(bounds) if other == (min_pixels, max_pixels)]
+    for (min_pixels, max_pixels), numbers in numbers_by_bounds.items():
         size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}  # the processor's names for these bounds
         outputs = process(images=[pictures[number] for number in numbers], size=size)
-        if len(numbers) == len(pictures):
+        if len(numbers_by_bounds) == 1:
             return outputs[pixels_name], outputs[grids_name]
-        num_patches = outputs[grids_name].prod(dim=1).tolist()  # of each image
+        num_patches = outputs[grids_name].prod(dim=1).tolist()  # t * h * w of each image
         patches |= zip(numbers, outputs[pixels_name].split(num_patches), strict=True)
         grids |= zip(numbers, outputs[grids_name], strict=True)
     order = range(len(pictures))
@@ -224,7 +222,7 @@ def _resized(
     if cached_frames is not None:
         return torch.from_numpy(cached_frames)
     is_image = isinstance(medium, EncodedImage)
-    pixels_name, _ = spec.family.image_inputs if is_image else spec.family.video_inputs
+    pixels_name, _grids_name = spec.family.image_inputs if is_image else spec.family.video_inputs
     patches = decode()[pixels_name]
     frames = _frames_of_patches(patches, medium, processor)
     # If the file changed while it was decoded, its key has changed too, and the frames are not stored.
@@ -269,9 +267,8 @@ def _frames_of_patches(patches: Tensor, medium: EncodedImage | EncodedVideo, pro
 def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
     """Load the inputs of images and videos for a family whose own transformers processor makes them.
 
-    Returns:
-        the tensors of ``Family.processor_inputs`` by name: ``pixel_values``, whose shape is the family's own ((tiles,
-        C, H, W), (pictures, tiles, C, H, W), ...), and others that describe them; empty without images and videos.
+    Return the tensors of ``Family.processor_inputs`` by name, in shapes of the family's own, such as (tiles, C, H, W);
+    empty without images and videos.
     """
     inputs: list[dict[str, Tensor]] = []  # one for each video, and one for all images between two videos
     single_kinds = [single_kind for sample in samples for single_kind in _split_by_kind(sample, spec)]
@@ -310,10 +307,7 @@ def _split_by_kind(sample: EncodedSample, spec: InputSpec) -> list[EncodedSample
 
 
 def _padded_patches(inputs: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Pad patches (pictures, N, D) and their positions (pictures, N, 2), -1 for padding, to the most patches N.
-
-    Inputs of other shapes are returned as they are.
-    """
+    """Pad patches (pictures, N, D), and their positions by -1, to the most patches N; leave other inputs unchanged."""
     if not all("image_position_ids" in each for each in inputs):
         return list(inputs)
     max_patches = max((each["pixel_values"].shape[1] for each in inputs), default=0)
@@ -376,9 +370,8 @@ def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, before:
 def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
     """Load mel frames of all sounds of some samples, sound tracks included, in the order of their placeholder tokens.
 
-    Returns:
-        ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), 1 on
-        the frames of a sound and 0 on padding; empty if there is no sound.
+    Return ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), 0 on
+    padding; empty if there is no sound.
     """
     features_of_sounds: list[Tensor] = []  # float32 (bins, frames) each
     for sample in samples:
@@ -400,10 +393,7 @@ def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
 def _mel_frames(
     sound: EncodedAudio, path: str | None, data: bytes | None, sample: EncodedSample, spec: InputSpec
 ) -> Tensor:
-    """Load one sound, or the sound track in a video's file; return its mel frames, float32 (bins, frames).
-
-    Raises a MediaError if the number of frames is not the exported one.
-    """
+    """Load one sound, or the sound track in a video's file; return its mel frames, float32 (bins, frames)."""
     limits = spec.limits.audio
     assert limits is not None, "a sample with sound for a model without limits"
     waveform = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_policy)
@@ -411,14 +401,14 @@ def _mel_frames(
     settings = _padding_settings(extractor, len(waveform), limits)
     settings |= {"return_attention_mask": True, "return_tensors": "pt"}
     outputs = extractor(waveform, sampling_rate=limits.sampling_rate, **settings)
-    num_features = int(outputs["attention_mask"].sum())
-    if num_features != sound.num_features:
+    num_frames = int(outputs["attention_mask"].sum())
+    if num_frames != sound.num_features:
         raise MediaError(
             f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: "
-            f"it had {sound.num_features} mel frames, now it has {num_features}",
+            f"it had {sound.num_features} mel frames, now it has {num_frames}",
             f"Put the file back, or {EXPORT_AGAIN}",
         )
-    return outputs["input_features"][0, :, :num_features]
+    return outputs["input_features"][0, :, :num_frames]
 
 
 def _padding_settings(extractor: Any, num_samples: int, limits: AudioLimits) -> dict[str, Any]:
@@ -486,19 +476,18 @@ def large_processed(spec: InputSpec, num_tokens: int, max_tokens: int) -> tuple[
 
     Return the number of their tokens, and their inputs as for ``load_processed``.
     """
+    num_left = num_wanted = min(num_tokens, max_tokens)
     blanks: list[Image.Image] = []
-    num_left = min(num_tokens, max_tokens)
-    num_used = 0
     for side in _SIDES:  # the largest first
         blank = blank_image(2 * side // 3, side)  # the shape of most photos
         (blank_tokens,), _ = _process([blank], spec)
         num_blanks, num_left = divmod(num_left, blank_tokens)
-        num_used += num_blanks * blank_tokens
         blanks += [blank] * num_blanks
-    # One more of the smallest pictures is closer to the wanted number if at least half of its tokens are left.
-    is_closer = 2 * num_left >= blank_tokens
-    if (is_closer or not blanks) and num_used + blank_tokens <= max_tokens:
-        blanks.append(blank)
+    smallest, smallest_tokens = blank, blank_tokens
+    num_with_another = num_wanted - num_left + smallest_tokens
+    is_closer = num_with_another - num_wanted <= num_left
+    if (is_closer or not blanks) and num_with_another <= max_tokens:
+        blanks.append(smallest)
     if not blanks:
         raise ValueError(f"the smallest picture has more than {max_tokens} tokens")
     counts, inputs = _process(blanks, spec)

@@ -237,21 +237,20 @@ class MediaCache:
     def _make_room(self, state: _State, size: int, is_read_again: bool) -> bool:
         """Make room for an entry of ``size`` bytes by evicting others; return False if there is still too little.
 
-        Evicts nothing for an entry that the next epoch does not read again, nor for a minute after a failure. Changes
-        ``state``.
+        Evicts nothing for an entry that the next epoch does not read again, nor for a minute after a failure.
         """
 
-        def missing_bytes() -> int:
+        def bytes_to_free() -> int:
             above_limit = state.used_bytes + _disk_bytes(size) - self.limit
             missing_on_disk = _disk_bytes(size) + _SPARE_BYTES - shutil.disk_usage(self.directory).free
             return max(above_limit, missing_on_disk)
 
-        if missing_bytes() <= 0:
+        if bytes_to_free() <= 0:
             return True
         if not is_read_again or time.time() < state.paused_until:
             return False
-        self._recount_and_evict(state, missing_bytes() + int(self.limit * _EVICTED_SHARE))
-        if missing_bytes() <= 0:
+        self._recount_and_evict(state, bytes_to_free() + int(self.limit * _EVICTED_SHARE))
+        if bytes_to_free() <= 0:
             return True
         state.paused_until = time.time() + _PAUSE_SECONDS
         is_within_limit = state.used_bytes + _disk_bytes(size) <= self.limit
@@ -260,10 +259,9 @@ class MediaCache:
         return False
 
     def _recount_and_evict(self, state: _State, num_bytes: int = 0, *, includes_active: bool = False) -> None:
-        """Set ``state.used_bytes`` to the bytes of all entries, after deleting unfinished ones without a writer.
+        """Set ``state.used_bytes``, and evict the oldest entries until ``num_bytes`` are free.
 
-        Then evict the oldest entries until ``num_bytes`` are free; with ``includes_active``, also entries that active
-        runs read again.
+        Entries that active runs read again are evicted only with ``includes_active``.
         """
         active_runs: set[int] = set()
         if not includes_active:
@@ -278,8 +276,7 @@ class MediaCache:
     def _recount(self, state: _State, active_runs: set[int]) -> list[tuple[int, str, int]]:
         """Set ``state.used_bytes``, and delete unfinished entries without a writer.
 
-        Returns the modification time, path and bytes of each entry that may be evicted, the oldest first: finished, and
-        not last read by one of ``active_runs``.
+        Return (modification time, path, bytes) of finished entries that no active run read last, the oldest first.
         """
         evictable = []
         state.used_bytes = 0
@@ -291,7 +288,7 @@ class MediaCache:
             modified_ns = entry.stat().st_mtime_ns
             size = _disk_bytes(entry.stat().st_size)
             state.used_bytes += size
-            last_run = modified_ns % _NS_PER_MS  # _touch stores the run's number there
+            last_run = modified_ns % _NS_PER_MS  # where ``_touch`` has stored the number of the run
             if not is_unfinished and last_run not in active_runs:
                 evictable.append((modified_ns, entry.path, size))
         return sorted(evictable)

@@ -122,8 +122,8 @@ def restore_padding(
         seqlens: int (B,), tokens of each document, without the pads that align it.
         cu_seqlens: int (B + 1,), starts of the documents in ``values``, pads included.
         seq_len: length L of the restored rows.
-        prompt_length: int (B,) or (B, 1), at least 1. A row then has only the values that predict the tokens after its
-            prompt: those from the prompt's last token to the document's last token but one.
+        prompt_length: int (B,) or (B, 1), at least 1. A row then has only the values of the positions that predict the
+            tokens after its prompt, of which the first is the prompt's last token.
         fill: value of the padding.
 
     Returns:
@@ -140,7 +140,7 @@ def restore_padding(
     if prompt_length is not None:
         prompt_lengths = prompt_length.reshape(-1)
         _check_prompts(prompt_lengths, lengths)
-        lengths = (lengths - prompt_lengths).clamp(min=0)  # an empty row may have a prompt length of 1
+        lengths = (lengths - prompt_lengths).clamp(min=0)  # rows may be empty, prompts not
         starts = starts + prompt_lengths - 1
     max_length = int(lengths.max()) if len(lengths) else 0
     if max_length > seq_len:

@@ -137,7 +137,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
 
     ``min_shared``: minimum length of a shared prefix in tokens, counted from the samples' beginning.
     """
-    symbols, may_end = _symbols_of_samples(samples, spec)  # of each sample
+    symbols, may_end = _symbols_of_samples(samples, spec)
     nodes: list[Node] = []
     groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)] if samples else []  # a stack
     while groups:
@@ -150,14 +150,13 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
         else:
             stop = num_equal  # all samples end here
         is_too_short = len(numbers) > 1 and stop < min_shared
-        if is_too_short:  # each branch, or each of several equal samples, repeats the prefix
-            branches = branches or [[number] for number in numbers]
-        elif stop > start:
+        if is_too_short and not branches:
+            branches = [[number] for number in numbers]  # equal samples are not shared either
+        if not is_too_short and stop > start:
             nodes.append(Node(tuple(numbers), start, stop, parent))
             start, parent = stop, len(nodes) - 1  # the branches continue this node
-        # Samples of a branch end together, or have the same next symbol. The first branch comes last on the stack.
-        for branch in reversed(branches):
-            has_tokens_left = len(symbols[branch[0]]) > start
+        for branch in reversed(branches):  # the first branch comes last on the stack
+            has_tokens_left = len(symbols[branch[0]]) > start  # the same for all samples of a branch
             if has_tokens_left:
                 groups.append(_Group(branch, start, parent))
     return nodes
@@ -205,10 +204,9 @@ def _symbols_of_samples(
 def _symbols(
     sample: EncodedSample, spec: InputSpec, medium_numbers: MediaNumbers
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Return a sample's symbols, and whether a prefix of each length may end, bool (L + 1,): not within a medium.
+    """Return a sample's symbols, int64 (L,), and bool (L + 1,), whether the prefix of each length may end there.
 
-    Symbols, int64 (L,), are equal for equal inputs of the model: token ids, or a negative number of the medium instead
-    of its placeholder tokens.
+    A symbol is a token's id, or for a medium's placeholder tokens a negative number that stands for its content.
     """
     ids = sample.input_ids
     tokens = spec.media_tokens
@@ -216,8 +214,8 @@ def _symbols(
     may_end = np.ones(len(ids) + 1, np.bool_)
     is_placeholder = np.isin(ids, list(tokens.pads.values()))
     for span in media_spans(sample, tokens):
-        in_span = slice(span.start, span.stop)
-        symbols[in_span][is_placeholder[in_span]] = -1 - medium_numbers(span.medium)
+        span_symbols = symbols[span.start : span.stop]  # a view
+        span_symbols[is_placeholder[span.start : span.stop]] = -1 - medium_numbers(span.medium)
         may_end[span.start + 1 : span.stop] = False  # lengths of prefixes with some of its tokens, but not all
     # Nor after a token that opens a medium, as media of different kinds may follow.
     opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]
@@ -252,8 +250,7 @@ def slice_sample(sample: EncodedSample, start: int, stop: int, spec: InputSpec) 
 def key_index(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Int64Array, tuple[int, ...]]:
     """Return the keys that each node's queries attend to: the tokens of all nodes from the root to the node itself.
 
-    ``parents`` and ``lengths``, (K,), are those of the nodes, which lie end to end. Return the positions of the keys,
-    int64 (T',), node after node, and the number of keys of each node.
+    Return the positions of the keys, int64 (N,), node after node, and the number of keys of each node.
     """
     keys_by_node: list[Int64Array] = []
     start = 0

@@ -109,8 +109,7 @@ class SequenceShard:
 def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
     """Assign every token to one rank; return for each rank the positions of its tokens in its own order, int64 (t,).
 
-    ``placement`` has the rank that holds each document, or ``SHARDED``. The length of each sharded document must be a
-    multiple of ``split.multiple``, and their sum a multiple of the number of ranks.
+    The lengths of sharded documents must be multiples of ``split.multiple``, and their sum one of the number of ranks.
     """
     # Arrays to concatenate; the empty one makes the type right if no other is appended.
     no_tokens = np.zeros(0, np.int64)
@@ -167,15 +166,21 @@ def route_features(
     send_targets = target_ranks[source_ranks == rank]
     is_received = target_ranks == rank
     receive_sources = source_ranks[is_received]
-    # Features arrive sorted by source rank, then by position in the sequence.
-    arrival_order = np.argsort(receive_sources, kind="stable")
-    row_on_arrival = np.argsort(arrival_order)  # (m,), of the received features, by position in the sequence
-    # The rank's own sequence has them in another order.
-    rank_tokens = tokens_by_rank[rank]
-    needed_order = np.searchsorted(positions[is_received], rank_tokens[np.isin(rank_tokens, positions)])
     return FeatureRoute(
         send_order=torch.from_numpy(np.argsort(send_targets, kind="stable")),
         send_counts=tuple(np.bincount(send_targets, minlength=num_ranks).tolist()),
         receive_counts=tuple(np.bincount(receive_sources, minlength=num_ranks).tolist()),
-        receive_order=torch.from_numpy(row_on_arrival[needed_order]),
+        receive_order=torch.from_numpy(_receive_order(positions[is_received], receive_sources, tokens_by_rank[rank])),
     )
+
+
+def _receive_order(positions: Int64Array, source_ranks: Int64Array, rank_tokens: Int64Array) -> Int64Array:
+    """Return the received row that each of a rank's m placeholder tokens needs, (m,), in the order of ``rank_tokens``.
+
+    ``positions``, ascending, and ``source_ranks``, (m,), are those of the received features.
+    """
+    # Features arrive sorted by source rank, then by position.
+    arrival_order = np.argsort(source_ranks, kind="stable")
+    row_by_feature = np.argsort(arrival_order)  # the inverse permutation
+    placeholders = rank_tokens[np.isin(rank_tokens, positions)]
+    return row_by_feature[np.searchsorted(positions, placeholders)]

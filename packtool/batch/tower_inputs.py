@@ -66,23 +66,22 @@ class TowerInputs(Movable):
 def tower_inputs(
     spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, exchanges_features: bool = False
 ) -> dict[Tower, TowerInputs]:
-    """Make the inputs of each tower that has media, by tower, from the model's arguments and int64 (B, T) token ids.
+    """Return the inputs of each tower that has media, by tower, from the model's arguments and int64 (B, T) token ids.
 
     ``exchanges_features``: ranks share the sequence, and send each other the features of its media.
     """
-    inserts_features_itself = spec.family.processor_inputs and not exchanges_features
-    if inserts_features_itself or not media:
+    if not media:
         return {}
+    if spec.family.processor_inputs:  # the model's own forward inserts the features, unless ranks exchange them
+        return {"vision": TowerInputs({}, _placeholder_positions(spec, input_ids))} if exchanges_features else {}
     positions = _placeholder_positions(spec, input_ids)
-    if spec.family.processor_inputs:
-        return {"vision": TowerInputs(arguments={}, positions=positions)}
     inputs: dict[Tower, TowerInputs] = {}
-    grid_names = [grid_name for _, grid_name in spec.family.visual_inputs.values()]
+    grid_names = [grid_name for _pixels_name, grid_name in spec.family.visual_inputs.values()]
     grids = [media[name] for name in grid_names if name in media]
     if grids:
         visual_positions = {kind: kind_positions for kind, kind_positions in positions.items() if kind != "audio"}
         inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual_positions)
-    mask = media.get("feature_attention_mask")
+    mask = media.get("feature_attention_mask")  # of the mel frames of sounds
     if mask is not None:
         inputs["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
     return inputs
@@ -128,11 +127,10 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
 def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     """Return arguments of the audio tower, which computes sounds in chunks of frames.
 
-    packtool's own argument ``frames``, int64 (chunks, frames per chunk), has the index of each chunk's frames in the
-    flattened ``mask``, and ``mask.numel()`` for padding. ``mask`` is int64 (sounds, frames), 0 on padding.
+    ``mask`` is int64 (sounds, frames), 0 on padding. All arguments are transformers' except ``frames``.
     """
     tower: Any = spec.meta_model.audio_tower
-    helpers: Any = sys.modules[type(tower).__module__]  # transformers' functions beside the tower's class
+    helpers: Any = sys.modules[type(tower).__module__]  # transformers' functions in the module of the tower's class
     lengths = mask.sum(dim=1)  # (sounds,)
     frames, chunk_lengths = _chunk_frames(mask, helpers, tower.n_window)
     arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths, "frames": frames}
@@ -147,9 +145,10 @@ def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
 
 
 def _chunk_frames(mask: Tensor, helpers: Any, window: int) -> tuple[Tensor, Tensor]:
-    """Divide the frames of sounds into chunks; return the argument ``frames`` and the length of each chunk, (chunks,).
+    """Divide the frames of sounds into chunks by the function of transformers' module ``helpers``.
 
-    ``helpers`` is the tower's module of transformers, and ``window`` the size of chunks that its helper expects.
+    Return the index in the flattened mask of each chunk's frames, int64 (chunks, frames per chunk), ``mask.numel()``
+    for padding; and the length of each chunk, (chunks,).
     """
     frame_index = mask.flatten().nonzero().squeeze(1)  # of the mel frames of all sounds, one after the other
     # The helper divides features (1, frames) into chunks and pads these with 0. Here, the features are the numbers of

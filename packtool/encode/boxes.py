@@ -86,11 +86,11 @@ class BoxWriter:
         self._measure = measure
 
     def write(self, sample: Sample) -> Sample | Dropped:
-        """Write a sample's boxes and names into its texts, or return the reason why the sample is dropped.
+        """Write a sample's boxes and their names into its texts, or return the reason why the sample is dropped.
 
-        Tokens of boxes and names in a row's own texts become control tokens if they form complete boxes and names.
+        Box tokens in a row's own texts become control tokens only if they form complete boxes and names.
         """
-        if sample.objects is None and not self._may_have_boxes(sample):
+        if sample.objects is None and not self._may_have_boxes(sample):  # nearly all rows
             return sample
         objects = sample.objects or Objects()
         objects = replace(objects, unit=objects.unit or self._default_json_unit)  # the unit of coordinates in JSON

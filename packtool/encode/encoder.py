@@ -6,7 +6,6 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -82,8 +81,8 @@ class Encoder:
         self.limits = self._media.limits
         self.media_tokens = MediaTokens.of(files.config)
         self._tokenizer = _load_tokenizer(files)
-        self._vocabulary, self._template, self._turn_finder = self._load_template(files)
-        self._check_control_tokens()
+        self._vocabulary, self._template, self._turn_finder = _load_template(files, self._tokenizer, self._media)
+        _check_control_tokens(spec.model, self._media, self._vocabulary)
         self._chunk_tokenizer = ChunkTokenizer(self._tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
         self._has_template_kwargs = bool(files.chat_template_kwargs)
@@ -92,37 +91,10 @@ class Encoder:
         self.warnings = (*self._media.warnings, *files.option_warnings(spec))
         self._templates_by_row_kwargs: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by the row's kwargs in JSON
         self._ids_by_header: dict[tuple[str, str], array[int]] = {}
-        self._measure_file = lru_cache(_MAX_REMEMBERED_MEDIA)(self._measure_with_policy)
+        self._cached_measure = lru_cache(_MAX_REMEMBERED_MEDIA)(self._measure_with_policy)
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
-        splitter_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._row_splitter = RowSplitter(splitter_spec, self._template_of, self._render_chunks)
-
-    def _load_template(self, files: ModelFiles) -> tuple[ControlVocabulary, ChatTemplate | None, TurnFinder | None]:
-        """Return the model's control tokens, its chat template and the turn finder; None for both without a template.
-
-        ConfigError if the template does not mark turns by control tokens.
-        """
-        control_tokens = self._media.control_tokens
-        if not files.chat_template:
-            return ControlVocabulary(self._tokenizer, control_tokens), None, None
-        template = ChatTemplate(files.chat_template, files.template_variables, self._media.content_as_list)
-        try:
-            vocabulary, turn_finder = infer_turn_finder(template, self._tokenizer, control_tokens)
-        except ConfigError as error:
-            if not files.chat_template_kwargs:
-                raise
-            message = f"--chat-template-kwargs {json.dumps(files.chat_template_kwargs)}: {error.message}"
-            raise ConfigError(message, "Check names and values in the chat template, or leave them out.") from error
-        return vocabulary, template, turn_finder
-
-    def _check_control_tokens(self) -> None:
-        missing = [token for token in self._media.control_tokens if token not in self._vocabulary.ids]
-        if missing:
-            raise ConfigError(
-                f"--model {self.spec.model}: the tokenizer lacks {', '.join(missing)}, which config.json requires for "
-                "media",
-                "tokenizer.json and config.json come from different models: take both from the same one.",
-            )
+        expand_turns = expansion_of(spec.expand_turns, files)
+        self._row_splitter = RowSplitter(expand_turns, spec.loss_scale, self._template_of, self._render_chunks)
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode samples: return for each, in order, its encoded samples, or the reason why it is dropped.
@@ -154,12 +126,11 @@ class Encoder:
         return [item if isinstance(item, Dropped) else truncate(next(tokenized), self.spec) for item in items]
 
     def _tokenize_ends(self, item: _Rendered) -> dict[int, TextEnds]:
-        """Tokenize very long texts at both ends only, if truncation removes the middle; by index of the expanded chunk.
-
-        Samples with media or with rules of the loss scale need the tokens of the entire text.
-        """
-        is_shortened = self.spec.truncation_strategy in ("left", "right")
-        if not is_shortened or item.expanded.media_ranges or self._loss_scale(item.sample).rules:
+        """Tokenize very long texts, by index of their chunk, at both ends only, if truncation removes the middle."""
+        if self.spec.truncation_strategy not in ("left", "right"):
+            return {}
+        needs_all_tokens = item.expanded.media_ranges or self._loss_scale(item.sample).rules
+        if needs_all_tokens:
             return {}
         chunks, max_length = item.expanded.chunks, self.spec.max_length
         min_chars = 2 * max_length * _CHARS_PER_TOKEN  # of both ends
@@ -267,7 +238,7 @@ class Encoder:
 
     def _render_conversation(self, sample: Sample, escaper: ControlEscaper, texts: Sequence[str]) -> list[Chunk]:
         """Render a conversation by the chat template, and split it; ``texts`` are the escaped contents of its turns."""
-        template, _ = self._template_of(sample)
+        template, _turn_finder = self._template_of(sample)
         try:
             messages = []
             for turn, text in zip(sample.turns, texts, strict=True):
@@ -317,7 +288,7 @@ class Encoder:
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a medium; one in a file only once."""
-        return self._media.measure(kind, ref) if ref.path is None else self._measure_file(kind, ref, ref.policy)
+        return self._media.measure(kind, ref) if ref.path is None else self._cached_measure(kind, ref, ref.policy)
 
     def _measure_with_policy(self, kind: MediaKind, ref: MediaRef, policy: MediaPolicy) -> Medium:
         del policy  # only part of the cache's key, since references with different policies are equal
@@ -328,16 +299,16 @@ class Encoder:
     ) -> Tokenized:
         """Join the ids of a sample's expanded chunks, and locate its turns and media among them.
 
-        The ids of very long texts are filled into ``ids_by_chunk`` from ``ends_by_chunk``.
+        ``ends_by_chunk`` has the ids of very long texts, which ``ids_by_chunk`` lacks.
         """
         sample = rendered.sample
-        for i, ends in ends_by_chunk.items():
-            ids_by_chunk[i] = ends.ids
+        for chunk_index, ends in ends_by_chunk.items():
+            ids_by_chunk[chunk_index] = ends.ids
         tokens = join_tokens(rendered.expanded, ids_by_chunk, self._vocabulary.ids, self._encode_one)
         turns = self._locate_turns(rendered, tokens, ids_by_chunk)
-        has_siblings = sample.part is not None
+        is_split_row = sample.part is not None
         num_omitted = sum(ends.num_omitted for ends in ends_by_chunk.values())
-        trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]
+        trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]  # None: not set by the row
         return Tokenized(
             sample=sample,
             ids=np.frombuffer(tokens.ids, np.int32),
@@ -345,7 +316,7 @@ class Encoder:
             spans=tokens.spans,
             weights=self._weights(sample, tokens, turns),
             num_removed=rendered.expanded.num_omitted_controls + num_omitted,
-            borders=_turn_borders(turns) if has_siblings else None,
+            borders=_turn_borders(turns) if is_split_row else None,
         )
 
     def _weights(self, sample: Sample, tokens: JoinedTokens, turns: Sequence[LocatedTurn]) -> Weights | None:
@@ -390,20 +361,16 @@ class Encoder:
         return len(self._chunk_tokenizer.offsets(text))
 
     def _rule_weights(self, tokens: JoinedTokens, turn: LocatedTurn, scale: LossScale) -> Weights:
-        """Return the weight of each token of a turn's span, float32: the rules' weight of the token's first character.
-
-        Rules apply to the text of the answer.
-        """
+        """Return the weight of each token of a turn's span, float32: the rules' weight of its first character."""
         text, first_chars = self._turn_text(tokens, turn)
         chars = [first_chars[index] for index in range(*turn.span)]
         answer_start = chars[0]  # the text before it is the header
         return scale.text_weights(text[answer_start:])[[char - answer_start for char in chars]]
 
     def _turn_text(self, tokens: JoinedTokens, turn: LocatedTurn) -> tuple[str, dict[int, int]]:
-        """Join the control tokens and texts of a turn's chunks, from its header to the token that ends it.
+        """Join the control tokens and texts of a turn, from its header to the token that ends it.
 
-        Return the joined text, and the index in it of the first character of each token, by the token's index in
-        ``tokens.ids``. A control token that is repeated for a medium is in the text only once.
+        Return the text, and the index in it of each token's first character, by the token's index in ``tokens.ids``.
         """
         joined_text = ""
         first_chars: dict[int, int] = {}
@@ -412,13 +379,13 @@ class Encoder:
             chunk = tokens.chunks[chunk_index]
             text_start = tokens.text_starts[chunk_index]
             if chunk.control:
-                control_start = text_start - chunk.num_controls
-                first_chars |= dict.fromkeys(range(control_start, text_start), len(joined_text))
+                # All repetitions of the token, as for a medium, are one token in the text.
+                for token in range(text_start - chunk.num_controls, text_start):
+                    first_chars[token] = len(joined_text)
                 joined_text += chunk.control
-            ends_turn = text_start >= turn_end  # by its control token, so its text is outside the turn
-            if not ends_turn:
-                for index, (first_char, _) in enumerate(self._chunk_tokenizer.offsets(chunk.text), text_start):
-                    first_chars[index] = len(joined_text) + first_char
+            if text_start < turn_end:  # else the turn ends before the text
+                for token, (first_char, _) in enumerate(self._chunk_tokenizer.offsets(chunk.text), text_start):
+                    first_chars[token] = len(joined_text) + first_char
                 joined_text += chunk.text
         return joined_text, first_chars
 
@@ -439,27 +406,27 @@ class Encoder:
         located = []
         messages = _messages_of_turns(sample, num_turns=len(rendered.turns))
         for message, turn in zip(messages, rendered.turns, strict=True):
-            first_chunk = expanded.first_expanded[turn.first]
+            first_chunk = expanded.index_of_rendered[turn.first]
             text_start = tokens.text_starts[first_chunk]
-            text_ids = ids_by_chunk[first_chunk]  # of the header and the beginning of the answer
+            text_ids = ids_by_chunk[first_chunk]  # of the header, and of the answer at least up to a medium
             opening_token = rendered.chunks[turn.first].control
-            start = text_start + self._header_length(opening_token, turn.header, text_ids)
+            start = text_start + self._num_header_ids(opening_token, turn.header, text_ids)
             last_chunk, end = _locate_end(rendered, tokens, turn)
             if start < end:
-                header = self._header_span(sample, text_start, text_ids)
+                header = self._template_header_span(sample, text_start, text_ids)
                 located.append(LocatedTurn(message, (start, end), first_chunk, last_chunk, header))
         return located
 
-    def _header_span(self, sample: Sample, text_start: int, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return ``LocatedTurn.header`` of a turn; ``ids`` are those of the text at token ``text_start``."""
+    def _template_header_span(self, sample: Sample, text_start: int, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return ``LocatedTurn.header`` of the turn whose header and answer have these ids, at token ``text_start``."""
         if sample.part is None:
             return ()
         _, finder = self._template_of(sample)
         last_chunk = finder.header[-1]
-        return text_start, text_start + self._header_length(last_chunk.control, last_chunk.text, ids)
+        return text_start, text_start + self._num_header_ids(last_chunk.control, last_chunk.text, ids)
 
-    def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
-        """Return how many of the first ``ids`` of the text after a control token belong to the turn's header.
+    def _num_header_ids(self, control: str, header: str, ids: Sequence[int]) -> int:
+        """Return how many ``ids`` of the text after a control token are those of the turn's header.
 
         A token that merges the header's last characters with the answer's first ones belongs to the answer.
         """
@@ -487,7 +454,7 @@ def _locate_end(rendered: _Rendered, tokens: JoinedTokens, turn: TurnChunks) -> 
     """Return the last expanded chunk of a turn, and the end of the turn among the tokens."""
     if turn.last == len(rendered.chunks):  # the turn ends with the conversation
         return len(rendered.expanded.chunks) - 1, len(tokens.ids)
-    last_chunk = rendered.expanded.first_expanded[turn.last]  # its control token ends the turn
+    last_chunk = rendered.expanded.index_of_rendered[turn.last]  # its control token ends the turn
     return last_chunk, tokens.text_starts[last_chunk]
 
 
@@ -502,6 +469,32 @@ def _load_tokenizer(files: ModelFiles) -> Tokenizer:
         return Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ConfigError(f"{files.directory}: tokenizer.json cannot be used: {error}") from error
+
+
+def _load_template(
+    files: ModelFiles, tokenizer: Tokenizer, media: MediaEncoding
+) -> tuple[ControlVocabulary, ChatTemplate | None, TurnFinder | None]:
+    """Return the model's control tokens, its chat template and the turn finder; None for both without a template."""
+    if not files.chat_template:
+        return ControlVocabulary(tokenizer, media.control_tokens), None, None
+    template = ChatTemplate(files.chat_template, files.template_variables, media.content_as_list)
+    try:
+        vocabulary, turn_finder = infer_turn_finder(template, tokenizer, media.control_tokens)
+    except ConfigError as error:
+        if not files.chat_template_kwargs:
+            raise
+        message = f"--chat-template-kwargs {json.dumps(files.chat_template_kwargs)}: {error.message}"
+        raise ConfigError(message, "Check names and values in the chat template, or leave them out.") from error
+    return vocabulary, template, turn_finder
+
+
+def _check_control_tokens(model: str, media: MediaEncoding, vocabulary: ControlVocabulary) -> None:
+    missing = [token for token in media.control_tokens if token not in vocabulary.ids]
+    if missing:
+        raise ConfigError(
+            f"--model {model}: the tokenizer lacks {', '.join(missing)}, which config.json requires for media",
+            "tokenizer.json and config.json come from different models: take both from the same one.",
+        )
 
 
 def _start_of_text(tokenizer: Tokenizer, files: ModelFiles) -> str:

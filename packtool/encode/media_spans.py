@@ -53,13 +53,13 @@ class ExpandedChunks(NamedTuple):
 
     Args:
         chunks: the expanded chunks; a medium becomes several of them, or text at the end of the chunk before.
-        first_expanded: for each rendered chunk, the index of its first expanded chunk.
+        index_of_rendered: for each rendered chunk, the index of its first expanded chunk.
         media_ranges: of each medium, in order.
         num_omitted_controls: control tokens left out of media that no sample can hold.
     """
 
     chunks: list[Chunk]
-    first_expanded: list[int]
+    index_of_rendered: list[int]
     media_ranges: list[_MediumRange]
     num_omitted_controls: int
 
@@ -72,34 +72,36 @@ def expand_media(
 ) -> ExpandedChunks:
     """Replace each rendered chunk that stands for a medium by the medium's tokens and texts.
 
-    ``media`` are given by kind; ``segments_of`` returns the texts and runs of tokens of one, given its index among its
-    kind. Control tokens of a medium above ``max_length`` (of a sample) plus one are omitted.
+    Args:
+        media: by kind.
+        segments_of: returns the texts and runs of tokens of a medium, given its index among the media of its kind.
+        max_length: of a sample, in tokens. A medium keeps at most one control token more, as no sample can hold it.
     """
     expanded: list[Chunk] = []
-    first_expanded: list[int] = []
+    index_of_rendered: list[int] = []
     ranges: list[_MediumRange] = []
     num_omitted_controls = 0
     remaining = {kind: enumerate(media_of_kind) for kind, media_of_kind in media.items()}
     for chunk in rendered:
-        first_expanded.append(len(expanded))
+        index_of_rendered.append(len(expanded))
         if not chunk.media_kind:
             expanded.append(chunk)
             continue
         number, medium = next(remaining[chunk.media_kind])
         segments = [segment for segment in segments_of(medium, number) if not _is_empty_run(segment)]
-        begin = _begin_of(segments, expanded)
+        begin = _next_position(expanded, segments)
         num_omitted_controls += _append_segments(expanded, segments, max_controls=max_length + 1)
         ranges.append(_MediumRange(medium, begin, end=_end_of_text(expanded)))
         _append_text(expanded, chunk.text)  # the text after the medium
-    return ExpandedChunks(expanded, first_expanded, ranges, num_omitted_controls)
+    return ExpandedChunks(expanded, index_of_rendered, ranges, num_omitted_controls)
 
 
 def _is_empty_run(segment: MediaSegment) -> bool:
     return isinstance(segment, TokenRun) and segment.length == 0
 
 
-def _begin_of(segments: Sequence[MediaSegment], chunks: Sequence[Chunk]) -> _TextPosition:
-    """Return where a medium begins that is appended to chunks: its text continues that of the last chunk."""
+def _next_position(chunks: Sequence[Chunk], segments: Sequence[MediaSegment]) -> _TextPosition:
+    """Return where a medium of these segments begins when it is appended to the chunks."""
     if segments and isinstance(segments[0], str):
         return _end_of_text(chunks)
     return _TextPosition(len(chunks), num_chars=None)
@@ -153,11 +155,7 @@ def join_tokens(
     control_ids: Mapping[str, int],
     encode_text: Callable[[Chunk], Sequence[int]],
 ) -> JoinedTokens:
-    """Concatenate the control tokens and the text ids of all expanded chunks, and locate the media among them.
-
-    ``ids_by_chunk`` are the ids of each chunk's text, as from ``encode_text``. The text before or after a medium is
-    tokenized again if the medium begins or ends within a chunk.
-    """
+    """Concatenate the control tokens and the text ids of all expanded chunks, and locate the media among them."""
     ids = array("i")
     text_starts: list[int] = []
     for chunk, text_ids in zip(expanded.chunks, ids_by_chunk, strict=True):
@@ -168,6 +166,7 @@ def join_tokens(
     spans = []
     for medium, begin, end in expanded.media_ranges:
         first, last = begin.chunk_index, end.chunk_index
+        # Offsets in the ids of the chunk's text; negative if the medium begins with the control tokens before it.
         begin_offset = _begin_offset(expanded.chunks[first], begin, ids_by_chunk[first], encode_text)
         end_offset = _end_offset(expanded.chunks[last], end, ids_by_chunk[last], encode_text)
         spans.append(MediumSpan(medium, text_starts[first] + begin_offset, text_starts[last] + end_offset))
@@ -179,10 +178,7 @@ def join_tokens(
 def _begin_offset(
     chunk: Chunk, begin: _TextPosition, text_ids: Sequence[int], encode_text: Callable[[Chunk], Sequence[int]]
 ) -> int:
-    """Return the number of ids of a chunk's text before the medium that begins in it.
-
-    Negative for a medium that begins with the chunk's control tokens, which are before the text.
-    """
+    """Return the number of ids of a chunk's text before the medium that begins in it."""
     if begin.num_chars is None:
         return -chunk.num_controls
     text_before = chunk.text[: begin.num_chars]

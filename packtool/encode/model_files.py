@@ -77,7 +77,7 @@ class ModelFiles:
             remedy = "Give the directory of a transformers model."
             raise ConfigError(f"--model {model}: there is no config.json", remedy)
         other_template = "" if chat_template is None else read_template(chat_template, directory)
-        main_file = "preprocessor_config.json"  # of pictures, and in models with sound of its feature extractor
+        main_file = "preprocessor_config.json"  # settings for pictures, and for sound
         video_file = "video_preprocessor_config.json"
         files = cls(
             directory=directory,
@@ -90,7 +90,7 @@ class ModelFiles:
             audio_processor=_processor_settings(directory, "feature_extractor", main_file),
             other_template=other_template,
         )
-        # A template that does not end the last answer is extended by an ``end_mark``.
+        # A template that does not end the last answer is extended by ``end_mark``, one of the stop tokens.
         template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
         kwargs = set_kwargs(chat_template_kwargs)
         return replace(files, chat_template=template, end_mark=end_mark, chat_template_kwargs=kwargs)

@@ -25,7 +25,7 @@ from packtool.media.files import content_name
 
 _HASH_BYTES = 8
 # Older caches began a hash with the channel. Rows without a channel still share prefixes with new ones this way.
-_BEGINNING = b"None"
+_HASH_SEED = b"None"
 
 
 class PrefixHashes(NamedTuple):
@@ -68,10 +68,9 @@ def by_address(path: str | None, data: bytes | None) -> tuple[str | None, str | 
 def prefix_hashes(
     samples: Sequence[EncodedSample], tokens: MediaTokens, *, longer_than: int = 0, medium_key: MediumKey = by_content
 ) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
-    """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens and media.
+    """Hash the prefixes of S samples of more than ``longer_than`` tokens: BLAKE2b of 64 bits over tokens and media.
 
-    A sample with media that cannot be located by ``tokens`` has no prefixes. Prefixes of at most ``longer_than`` tokens
-    are left out. Return int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
+    Return int64 (S,), the number of prefixes of each sample, 0 if its media cannot be located; and all prefixes.
     """
     prefixes_by_sample = [_prefixes_of(sample, tokens, longer_than, medium_key) for sample in samples]
     counts = np.array([len(prefixes) for prefixes in prefixes_by_sample], np.int64)
@@ -104,24 +103,21 @@ def _prefixes_of(sample: EncodedSample, tokens: MediaTokens, longer_than: int, m
     if not ends or ends[-1] <= longer_than:
         return []
     prefixes: list[_Prefix] = []
-    media_tokens = audio_tokens = squares = 0  # of the media in the current prefix
-    for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
+    visual_tokens = audio_tokens = squares = 0  # of the media in the current prefix
+    for end, new_media, digest in _digests(sample, media, ends, medium_key, _HASH_SEED):
         for medium in new_media:
-            media_tokens += _num_audio_tokens(medium)
-            audio_tokens += _num_audio_tokens(medium)
+            audio_tokens += _num_audio_tokens(medium)  # of a sound, or of a video's sound track
             if not isinstance(medium, EncodedAudio):
-                media_tokens += medium.num_tokens
+                visual_tokens += medium.num_tokens
                 squares += patch_squares(medium.grid)
         if end > longer_than:
+            media_tokens = visual_tokens + audio_tokens
             prefixes.append((end, digest, media_tokens, audio_tokens, squares))  # in the order of ``_PREFIX``
     return prefixes
 
 
 def _count_targets(samples: Sequence[EncodedSample], counts: npt.NDArray[np.int64], lengths: IntArray) -> IntArray:
-    """Return the number of targets in each of the M prefixes, int32 (M,).
-
-    ``counts``: number of prefixes of each sample, (S,); ``lengths``: tokens of each prefix, (M,).
-    """
+    """Return the number of targets in each of the M prefixes, int32 (M,); ``counts``: prefixes of each sample, (S,)."""
     labels = [sample.labels for sample in samples]
     bounds = np.cumsum([0, *map(len, labels)])  # of the samples, in their joined labels
     is_target = np.concatenate([np.array([IGNORE_INDEX], np.int32), *labels]) != IGNORE_INDEX
@@ -141,9 +137,9 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     if len(media) < len(sample.media):
         return []
     changed_by_form: list[list[Medium]] = []
-    for medium_key, beginning, prompt_ends in _hash_forms(sample):
+    for medium_key, seed, prompt_ends in _hash_forms(sample):
         ends = sorted({*hashes.keys(), *_prefix_ends(sample, media, prompt_ends)})
-        changed_media = _changed_media(_digests(sample, media, ends, medium_key, beginning), hashes)
+        changed_media = _changed_media(_digests(sample, media, ends, medium_key, seed), hashes)
         if changed_media is None:
             return []
         changed_by_form.append(changed_media)
@@ -159,13 +155,12 @@ def _readable_paths(media: Iterable[Medium]) -> list[str]:
 
 
 def _hash_forms(sample: EncodedSample) -> Iterator[tuple[MediumKey, bytes, set[int]]]:
-    """Yield today's form of hashes, then those of older caches: key of a medium, beginning, and ends of prompts.
+    """Yield today's form of hashes, then those of older caches: key of a medium, seed, and ends of prompts.
 
-    Older caches identified media by address, began hashes with the channel, or had no prefixes of system prompts. A
-    sample is unchanged if its hashes are equal in any combination of these.
+    Older caches identified media by address, began hashes with the channel, or had no prefixes of system prompts.
     """
-    beginnings = _BEGINNING, repr(sample.channel).encode()
-    return product((by_content, by_address), beginnings, (_prompt_ends(sample), set()))
+    seeds = _HASH_SEED, repr(sample.channel).encode()
+    return product((by_content, by_address), seeds, (_prompt_ends(sample), set()))
 
 
 def _changed_media(digests: Iterable[_PrefixDigest], hashes: Mapping[int, int]) -> list[Medium] | None:
@@ -209,13 +204,10 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
 
 
 def _digests(
-    sample: EncodedSample, media: Sequence[MediumSpan], ends: Sequence[int], medium_key: MediumKey, beginning: bytes
+    sample: EncodedSample, media: Sequence[MediumSpan], ends: Sequence[int], medium_key: MediumKey, seed: bytes
 ) -> Iterator[_PrefixDigest]:
-    """Yield the prefixes that end at ``ends``, ascending.
-
-    The hash is of ``beginning``, then for each prefix of the media and the token ids that the previous one lacks.
-    """
-    state = hashlib.blake2b(beginning, digest_size=_HASH_BYTES)
+    """Yield the prefixes that end at ``ends``, ascending; each adds its new media and token ids to the running hash."""
+    state = hashlib.blake2b(seed, digest_size=_HASH_BYTES)
     start = 0
     remaining = deque(media)
     ids = np.ascontiguousarray(sample.input_ids, "<i4")

@@ -47,26 +47,27 @@ class PreparedRows:
         self._control_ids = {token: control_ids[token] for token in media.control_tokens}
         self._pads = set(tokens.pads.values())
 
-    def split(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:
-        """Return the samples that are packed in a row; RowProblem if its tokens do not match the model or the media."""
-        tokens = sample.tokens
+    def split(self, row: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:
+        """Return the samples of a row, several if it is a pack; RowProblem if its tokens or media do not match."""
+        tokens = row.tokens
         assert tokens is not None, "the row was tokenized elsewhere"
-        base = self._loss_base(sample)
+        loss_base = self._loss_base(row)
         self._check_ids(tokens.ids)
         _check_unchanged(tokens, media)
         ids = tokens.ids.astype(np.int32)
         spans = self._locate_media(ids, media)
         borders = [*tokens.starts.tolist(), len(ids)]  # where the packed samples begin and end
         _check_within_borders(spans, borders)
-        channels = tokens.channels or [sample.channel] * len(tokens.starts)
+        is_trained = np.ones(len(ids), bool) if tokens.trained is None else tokens.trained
+        channels = tokens.channels or [row.channel] * len(tokens.starts)
         samples = []
         for (start, stop), channel in zip(pairwise(borders), channels, strict=True):
-            trained = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
-            turns = _runs(trained)
-            weights = _weights(trained, None if tokens.weights is None else tokens.weights[start:stop], turns, base)
+            row_weights = None if tokens.weights is None else tokens.weights[start:stop]
+            turns = _runs(is_trained[start:stop])
+            weights = _target_weights(is_trained[start:stop], row_weights, turns, loss_base)
             sample_spans = [span.moved(-start) for span in spans if start <= span.start < stop]
-            packed = replace(sample, channel=channel)
-            samples.append(Tokenized(packed, ids[start:stop], turns=turns, spans=sample_spans, weights=weights))
+            sample = replace(row, channel=channel)
+            samples.append(Tokenized(sample, ids[start:stop], turns=turns, spans=sample_spans, weights=weights))
         return samples
 
     def _loss_base(self, sample: Sample) -> Base:
@@ -89,22 +90,20 @@ class PreparedRows:
 
     def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[MediumSpan]:
         """Locate the media among the tokens, ascending; raise RowProblem if their placeholder tokens do not match."""
-        fields: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}
-        # The row as a sample with only ids and media, which is all that is needed to locate them.
-        sample = EncodedSample(input_ids=ids, labels=ids, turns=_NO_TURNS, channel=None, source="", row=0, **fields)
+        sample = _sample_of(ids, media)
         for kind in MEDIA_KINDS:
-            self._check_num_pads(sample, kind)
+            self._check_num_placeholders(sample, kind)
         if not any(media.values()):
             return []
         if not self._can_distinguish_sounds(sample):
             detail = "the opening tokens do not tell the row's sounds from the sound tracks of its videos"
             raise RowProblem("media_tokens", detail)
-        num_located = dict.fromkeys(MEDIA_KINDS, 0)
+        next_number = dict.fromkeys(MEDIA_KINDS, 0)  # index of the next medium of each kind
         spans = []
         for pad_span in media_spans(sample, self._tokens):
             kind = _KIND_BY_TYPE[type(pad_span.medium)]
-            spans.append(self._with_delimiters(ids, pad_span, kind, num_located[kind]))
-            num_located[kind] += 1
+            spans.append(self._with_delimiters(ids, pad_span, kind, next_number[kind]))
+            next_number[kind] += 1
         return spans
 
     def _with_delimiters(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> MediumSpan:
@@ -126,7 +125,7 @@ class PreparedRows:
                 ids += [self._control_ids[segment.token]] * segment.length
         return ids
 
-    def _check_num_pads(self, sample: EncodedSample, kind: MediaKind) -> None:
+    def _check_num_placeholders(self, sample: EncodedSample, kind: MediaKind) -> None:
         """Raise RowProblem if a sample has more or fewer placeholder tokens than its media of a kind need."""
         pad = self._tokens.pads.get(kind)
         needed = self._needed_pads(sample, kind)
@@ -193,6 +192,12 @@ class PreparedRows:
         return num_tokens
 
 
+def _sample_of(ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> EncodedSample:
+    """Return a row as a sample with only ids and media, which suffice to locate the media."""
+    fields: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}  # images, videos, audios
+    return EncodedSample(input_ids=ids, labels=ids, turns=_NO_TURNS, channel=None, source="", row=0, **fields)
+
+
 def _check_within_borders(spans: Sequence[MediumSpan], borders: Sequence[int]) -> None:
     """Raise RowProblem if a medium crosses a border between the samples of a row."""
     for border in borders:
@@ -212,24 +217,24 @@ def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium
                     raise RowProblem("media_changed", f"{detail}: {_PREPARED_LIMITS}")
 
 
-def _runs(trained: npt.NDArray[np.bool_]) -> IntArray:
-    """Return [start, end) of each run of trained tokens, flat: the turns of a sample, whose tokens are ``trained``."""
-    changes = np.diff(trained, prepend=False, append=False)
+def _runs(is_trained: npt.NDArray[np.bool_]) -> IntArray:
+    """Return [start, end) of each run of trained tokens, flat."""
+    changes = np.diff(is_trained, prepend=False, append=False)
     return np.flatnonzero(changes).astype(np.int32)
 
 
-def _weights(
-    trained: npt.NDArray[np.bool_], row_weights: Weights | None, turns: IntArray, base: Base
+def _target_weights(
+    is_trained: npt.NDArray[np.bool_], row_weights: Weights | None, turns: IntArray, base: Base
 ) -> Weights | None:
-    """Return the weight of each token as a target, float32 (L,); None if all tokens of the turns weigh 1."""
+    """Return the weight of each token as a target, float32 (L,); None if all trained tokens weigh 1."""
     if base == "all":
-        return np.ones(len(trained), np.float32)
-    weights = trained.astype(np.float32)
+        return np.ones(len(is_trained), np.float32)
+    weights = is_trained.astype(np.float32)
     if row_weights is not None:
-        weights = np.where(trained, row_weights, np.float32(0))
+        weights = np.where(is_trained, row_weights, np.float32(0))
     if base == "last_round":
-        earlier_turns = turns[:-2]
+        earlier_turns = turns[:-2]  # without the start and the end of the last one
         if len(earlier_turns):
             weights[: earlier_turns[-1]] = 0
         return weights
-    return None if (weights[trained] == 1).all() else weights
+    return None if (weights[is_trained] == 1).all() else weights

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from packtool.config.data import EncodeSpec, ExpandTurns
+from packtool.config.data import ExpandTurns
 from packtool.constants import MEDIA_MARKS
 from packtool.encode.encoded import EncodedRow, EncodedSample
 from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, LossScale, parse_loss_scale
@@ -42,24 +42,29 @@ def expansion_of(requested: ExpandTurns, files: ModelFiles) -> ExpandTurns:
 class RowSplitter:
     """Splits rows into samples.
 
-    ``expand_turns`` of ``spec`` must be resolved by ``expansion_of``; ``template_of`` returns the template and the turn
-    finder for a sample, or raises RowProblem if it cannot be rendered.
+    Args:
+        expand_turns: as resolved by ``expansion_of``.
+        loss_scale: of samples without one of their own.
+        template_of: returns the template and the turn finder for a sample, or raises RowProblem.
+        render: renders a conversation, or raises RowProblem.
     """
 
     def __init__(
         self,
-        spec: EncodeSpec,
+        expand_turns: ExpandTurns,
+        loss_scale: str,
         template_of: Callable[[Sample], tuple[ChatTemplate, TurnFinder]],
         render: Callable[[Sample], list[Chunk]],
     ) -> None:
-        self._spec, self._template_of, self._render = spec, template_of, render
+        self._expand_turns, self._loss_scale = expand_turns, loss_scale
+        self._template_of, self._render = template_of, render
 
     def split(self, sample: Sample) -> list[Sample]:
         """Return the samples of a row, in the order of its turns and responses; often the row itself."""
-        if sample.is_text or (self._spec.expand_turns == "false" and not sample.responses):
+        if sample.is_text or (self._expand_turns == "false" and not sample.responses):
             return [sample]
         conversations = self._split_responses(sample) if sample.responses else [sample]
-        if self._spec.expand_turns == "false":
+        if self._expand_turns == "false":
             return conversations
         return [split for conversation in conversations for split in self._split_turns(conversation)]
 
@@ -70,7 +75,7 @@ class RowSplitter:
             turns, loss_scale = sample.turns, sample.loss_scale
             if number > 1:
                 turns = _train_only(turns, set())
-                scale = parse_loss_scale(loss_scale or self._spec.loss_scale)
+                scale = parse_loss_scale(loss_scale or self._loss_scale)
                 if scale.base == "all":  # it would train the turns before the response again
                     loss_scale = "+".join(("default", *scale.rules))
             answer = tuple(_multiply_loss_scale(turn, response.weight) for turn in response.turns)
@@ -80,13 +85,13 @@ class RowSplitter:
 
     def _split_turns(self, sample: Sample) -> list[Sample]:
         """Split a conversation into samples that together train its turns; a sample ends with a turn that it trains."""
-        scale = parse_loss_scale(sample.loss_scale or self._spec.loss_scale)
+        scale = parse_loss_scale(sample.loss_scale or self._loss_scale)
         trained = _trained_turns(sample, scale)
         last_turn = len(sample.turns) - 1
         if scale.base == "all" or not trained or trained == [last_turn]:
             return [sample]
         groups = [[index] for index in trained]  # the turns that each sample trains
-        if self._spec.expand_turns == "auto":
+        if self._expand_turns == "auto":
             groups = self._needed_groups(sample, trained, scale)
         if not groups or groups[0][-1] == last_turn:  # one sample with all turns is enough
             return [sample]
@@ -110,13 +115,13 @@ class RowSplitter:
     def _group_turns(
         self, sample: Sample, trained: Sequence[int], finder: TurnFinder, scale: LossScale
     ) -> list[list[int]]:
-        """Group trained turns, given by index, into the fewest samples that show each turn with its thinking.
+        """Group trained turns, given by index, into the fewest samples that train each turn with its thinking.
 
-        A turn can be trained in the same sample as the next one if the conversation up to the turn is rendered as a
-        prefix of that sample. Return the groups in order; [] if the turns are not found in the rendered conversation.
+        A turn joins the group of the next one if the conversation up to the turn is a prefix of that group's rendered
+        sample. Return [] if the turns are not found in the rendered conversation.
         """
         groups: list[list[int]] = []
-        sample_chunks: list[Chunk] = []  # the sample of the first group so far
+        sample_chunks: list[Chunk] = []  # the rendered sample of groups[0]
         for index in reversed(trained):
             chunks = self._render_until(sample, index, finder, scale)
             if chunks is None:
@@ -130,11 +135,7 @@ class RowSplitter:
         return groups
 
     def _render_until(self, sample: Sample, end: int, finder: TurnFinder, scale: LossScale) -> list[Chunk] | None:
-        """Render a conversation up to the answer with index ``end``; None if not all of its answers are found.
-
-        The token that ends the answer is left out, since the last turn may end with another one than earlier turns. So
-        are empty thinking blocks, unless ``scale`` trains them.
-        """
+        """Render a conversation up to the answer with index ``end``; None if not all of its answers are found."""
         conversation = _conversation_until(sample, end)
         try:
             chunks = self._render(conversation)
@@ -144,8 +145,9 @@ class RowSplitter:
         num_answers = [turn.role for turn in conversation.turns].count("assistant")
         if len(turns) != num_answers:
             return None
-        chunks = chunks[: turns[-1].last]
-        if KEEP_EMPTY_THINK in scale.rules:
+        chunks = chunks[: turns[-1].last]  # without the token that ends the answer, which may differ in later turns
+        trains_empty_thinking = KEEP_EMPTY_THINK in scale.rules
+        if trains_empty_thinking:
             return chunks
         return _without_empty_thinking(chunks, turns, header_text=finder.header[-1].text)
 
@@ -197,7 +199,7 @@ def join_results(
         if isinstance(result, Dropped):
             dropped.append(replace(result, part=sample.part))
         else:
-            row += result
+            row.extend(result)
     if len(dropped) == len(samples):
         first = dropped[0]
         detail = f"{first.part}: {first.detail}; all other samples of the row are dropped, too"
@@ -207,10 +209,7 @@ def join_results(
 
 
 def _may_lose_text(template: ChatTemplate, turn: Turn) -> bool:
-    """Return whether the template may remove text of a turn once another question follows.
-
-    A cheap check on one turn: rendering each turn of a row costs time quadratic in the row's length.
-    """
+    """Return whether the template may remove text of a turn once another question follows; renders this turn alone."""
     if any(turn.extra.get(name) for name in REASONING_NAMES):
         return True
     try:

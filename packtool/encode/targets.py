@@ -84,20 +84,19 @@ class TurnFinder:
     @classmethod
     def infer(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
         """Infer from probe conversations how the template opens and ends a turn; ConfigError without control tokens."""
-        escaper = ControlEscaper(vocabulary, strings=())  # only splits: the probes contain no control tokens
+        escaper = ControlEscaper(vocabulary, strings=())  # used only to split: probes have nothing to escape
         question, question_and_prompt, one_turn, two_turns = _render_probes(template, escaper)
         single_answer = _find_answer(one_turn, _ANSWERS[0])
         first_answer = _find_answer(two_turns, _ANSWERS[0])
         second_answer = _find_answer(two_turns, _ANSWERS[1])
         answers = (single_answer, first_answer, second_answer)
         prompt = _prompt_chunks(question, question_and_prompt)
-        # Without a generation prompt, the answer's chunk begins with a header, or the token that ends the question.
-        header = _infer_header(prompt or [single_answer.chunk], answers)
-        prompt_rest = prompt[-1].text.removeprefix(header[-1].text) if len(header) == len(prompt) else ""
+        header = _infer_header(prompt, answers)
         ends = frozenset(answer.next_control for answer in answers)
-        ends |= _ends_before_tools(template, escaper, ends, question)
-        tail = _common_tail(single_answer, first_answer) if len(ends) == 1 else ()
-        finder = cls(header, prompt_rest, ends, tail)
+        ends |= _end_before_tool_message(template, escaper, ends, question)
+        has_one_end = len(ends) == 1  # else what follows depends on the end
+        tail = _common_tail(single_answer, first_answer) if has_one_end else ()
+        finder = cls(header, _prompt_rest(prompt, header), ends, tail)
         if not (finder._finds(one_turn, _ANSWERS[:1]) and finder._finds(two_turns, _ANSWERS)):
             raise _no_control_tokens()
         return finder
@@ -150,14 +149,11 @@ class TurnFinder:
 def infer_turn_finder(
     template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
 ) -> tuple[ControlVocabulary, TurnFinder]:
-    """Return a model's control tokens, and the turn finder that uses them.
-
-    If special tokens do not open turns, other added tokens are tried: DeepSeek's are not marked as special.
-    """
+    """Return a model's control tokens, and the turn finder that uses them."""
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:
         return vocabulary, TurnFinder.infer(template, vocabulary)
-    except ConfigError:
+    except ConfigError:  # DeepSeek's role tokens are not marked as special
         role_tokens = _added_role_tokens(template, tokenizer)
         if set(role_tokens) <= vocabulary.ids.keys():  # all were tried already
             raise
@@ -191,8 +187,10 @@ def _render_probes(template: ChatTemplate, escaper: ControlEscaper) -> list[list
     return [escaper.split(text) for text in texts]
 
 
-def _infer_header(opening: list[Chunk], answers: Sequence[_ProbeAnswer]) -> tuple[Chunk, ...]:
-    """Return the chunks that ``opening`` and all answered turns begin with; ConfigError if there are none."""
+def _infer_header(prompt: list[Chunk], answers: Sequence[_ProbeAnswer]) -> tuple[Chunk, ...]:
+    """Return the chunks with which the generation prompt and all answered turns begin; ConfigError without any."""
+    # Without a generation prompt, the answer's chunk begins with a header, or the token that ends the question.
+    opening = prompt or [answers[0].chunk]
     if not all(chunk.control for chunk in opening):
         raise _no_control_tokens()
     header = opening
@@ -204,12 +202,14 @@ def _infer_header(opening: list[Chunk], answers: Sequence[_ProbeAnswer]) -> tupl
     return tuple(header)
 
 
-def _chunks_before_answer(answer: _ProbeAnswer, opening_token: str) -> list[Chunk]:
-    """Return the chunks of an answer's turn up to the answer, whose own chunk ends before it.
+def _prompt_rest(prompt: Sequence[Chunk], header: Sequence[Chunk]) -> str:
+    """Return the generation prompt's text after the header; "" without a prompt, or if control tokens follow."""
+    return prompt[-1].text.removeprefix(header[-1].text) if len(prompt) == len(header) else ""
 
-    The turn begins at the last opening token before the answer; without one, in the answer's chunk.
-    """
-    start = answer.chunk_index
+
+def _chunks_before_answer(answer: _ProbeAnswer, opening_token: str) -> list[Chunk]:
+    """Return the chunks of an answer's turn up to the answer, whose own chunk ends before it."""
+    start = answer.chunk_index  # unless an opening token comes before
     for index, chunk in enumerate(answer.chunks[: answer.chunk_index + 1]):
         if chunk.control == opening_token:
             start = index
@@ -247,11 +247,12 @@ def _find_answer(chunks: list[Chunk], answer: str) -> _ProbeAnswer:
     return _ProbeAnswer(chunks, answer, index, chunks[index + 1].control)
 
 
-def _ends_before_tools(
+def _end_before_tool_message(
     template: ChatTemplate, escaper: ControlEscaper, ends: frozenset[str], question: Sequence[Chunk]
 ) -> frozenset[str]:
-    """Return the token that opens a tool's message, if it ends the turn before: ``<|observation|>`` of GLM."""
-    if not any(chunk.control in ends and _QUESTION in chunk.text for chunk in question):
+    """Return the token that opens a tool's message, if it also ends the turn before: ``<|observation|>`` of GLM."""
+    question_ends_turns = any(chunk.control in ends and _QUESTION in chunk.text for chunk in question)
+    if not question_ends_turns:
         return frozenset()
     try:
         chunks = escaper.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
@@ -319,7 +320,7 @@ def locate_texts(
 ) -> list[LocatedTurn]:
     """Locate the assistant's texts of a row of plain texts among the tokens; texts without tokens are left out."""
     # Each text begins with a chunk without a control token, and no other chunk lacks one.
-    first_chunks = [expanded.first_expanded[i] for i, chunk in enumerate(chunks) if not chunk.control]
+    first_chunks = [expanded.index_of_rendered[i] for i, chunk in enumerate(chunks) if not chunk.control]
     stop_chunks = [*first_chunks[1:], len(expanded.chunks)]
     borders = [*(tokens.text_starts[first] for first in first_chunks), len(tokens.ids)]
     texts = zip(sample.turns, pairwise(borders), first_chunks, stop_chunks, strict=True)

@@ -214,31 +214,34 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         thinks: bool | None = None,
     ) -> str:
-        """Render a conversation as one string.
+        """Render a conversation as one string; TemplateFailure if the template refuses it, or exceeds the bounds.
 
         ``thinks`` is the value of ``enable_thinking`` and ``thinking``, the switch of templates with hybrid thinking;
-        None leaves both undefined. TemplateFailure if the template refuses the conversation, or exceeds the bounds on
-        time and memory.
+        None leaves both undefined.
         """
-        self._environment.rounds_left = _MAX_ROUNDS  # of loops; the environment counts them down
         switches = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
         arguments = {**self._variables, **switches, "documents": None, "add_generation_prompt": add_generation_prompt}
         arguments["tools"] = list(tools) if tools else None
-        pieces: list[str] = []
-        num_chars = 0
         try:
             arguments["messages"] = [self._prepared(message) for message in messages]
-            for piece in self._template.root_render_func(self._context_of(arguments)):
-                pieces.append(piece)
-                num_chars += len(piece)
-                if num_chars > _MAX_CHARS:
-                    raise TemplateFailure(f"the template writes more than {_MAX_CHARS:,} characters")
+            return self._render_with(arguments)
         except TemplateFailure:
             raise
         except RecursionError as error:  # its own message depends on the caller
             raise TemplateFailure("the template calls itself without end") from error
         except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
+
+    def _render_with(self, arguments: Mapping[str, Any]) -> str:
+        """Run the compiled template; TemplateFailure if it exceeds the bounds on loops or on the text's length."""
+        self._environment.rounds_left = _MAX_ROUNDS  # counted down by the environment
+        pieces: list[str] = []
+        num_chars = 0
+        for piece in self._template.root_render_func(self._context_of(arguments)):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > _MAX_CHARS:
+                raise TemplateFailure(f"the template writes more than {_MAX_CHARS:,} characters")
         return "".join(pieces)
 
     def _context_of(self, arguments: Mapping[str, Any]) -> jinja2.runtime.Context:
@@ -265,8 +268,7 @@ class ChatTemplate:
     def missing_turn(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
         """Return the index of the first turn whose text the template leaves out; None if it renders all turns.
 
-        Many templates silently skip later system prompts. The same roles are rendered once more, with a mark in place
-        of each text; the assistant's turns are not checked. Results are cached by the roles and keys of the turns.
+        Many templates silently skip later system prompts. Answers are not checked. Results are cached by turn shapes.
         """
         turn_shapes = [(turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns]
         cache_key = (bool(tools), *turn_shapes)
@@ -280,7 +282,7 @@ class ChatTemplate:
     def _find_missing_turn(
         self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> int | None:
-        """Render the conversation with a mark as the text of each turn, and return the first turn without its mark."""
+        """Render the conversation with marks as texts, except of answers; return the first turn without its mark."""
         mark_by_turn: dict[int, str] = {}
         marked_messages = []
         for index, (turn, message) in enumerate(zip(turns, messages, strict=True)):
@@ -316,9 +318,8 @@ _EXTENSION = (
 def ended_template(text: str, variables: Mapping[str, Any], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
     """Extend a chat template whose answers end only where the next turn opens, so that the last answer ends, too.
 
-    Return the template, and the text that it adds after the last answer: the template unchanged and "" if it ends
-    answers itself, or generation does not stop at the token that opens the next turn. ``stops`` returns the tokens
-    that generation stops at; called only for templates that do not end answers.
+    Return the template, and the text that it adds after the last answer; unchanged and "" if answers need no end.
+    ``stops`` returns the tokens that generation stops at; it is called only if they do.
     """
     for template in template_variants(text, variables):
         if user := _mark_between(template, "user", stops):

@@ -243,10 +243,7 @@ class WordTokenizer:
         return is_ascii or not self._is_normalized or unicodedata.is_normalized("NFC", text)
 
     def ends(self, text: str, num_ids: int) -> TextEnds | None:
-        """Tokenize a long text in little memory; keep at least the first and the last ``num_ids`` ids.
-
-        None if this class cannot tokenize the text.
-        """
+        """Tokenize a long text; keep at least the first and the last ``num_ids`` ids. None if it cannot be split."""
         if not self._can_split(text):
             return None
         words = self._iterate_ids(text)
@@ -347,7 +344,7 @@ def _safe_chars() -> str:
 
 @cache
 def _translated(pattern: str, chars: str) -> str:
-    """Replace ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` in a pattern by the characters of ``chars`` that they match.
+    """Replace ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` in a pattern by those of ``chars`` that they match.
 
     Python's ``re`` does not support Unicode categories, but is twice as fast as the ``regex`` module, which does.
     """

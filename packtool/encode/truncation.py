@@ -92,10 +92,7 @@ def _moved(positions: IntArray, kept: npt.NDArray[np.int64]) -> IntArray:
 
 
 def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
-    """Truncate a sample to ``spec.max_length`` tokens, and label it; several samples with the strategy ``split``.
-
-    RowError if the sample is too long and ``spec`` says ``raise``.
-    """
+    """Truncate and label a sample; several samples with the strategy ``split``. RowError if too long with ``raise``."""
     sample = item.sample
     if item.original_length < spec.min_length:
         detail = f"{item.original_length} tokens, minimum {spec.min_length}"
@@ -147,10 +144,9 @@ def _fit_media(item: Tokenized, spec: EncodeSpec) -> Tokenized | Dropped:
 
 
 def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
-    """Truncate and label each of the samples that were packed into one row; raises as ``truncate``.
+    """Truncate and label each of the samples that were packed into one row.
 
-    Samples without a target, or with too few tokens, are left out. If a sample is dropped for another reason, or all
-    samples are left out, the entire row is dropped.
+    Samples without a target or too short are left out. If all are, or one is dropped otherwise, the row is dropped.
     """
     kept: list[EncodedSample] = []
     for number, tokenized in enumerate(samples, 1):
@@ -217,8 +213,10 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
     if not _has_target(item, labels):
         return None
     loss_scale = None
-    if weights is not None and (weights[labels >= 0] != 1).any():
-        loss_scale = np.where(labels >= 0, weights, np.float32(0))
+    if weights is not None:
+        is_target = labels >= 0  # IGNORE_INDEX is negative
+        if (weights[is_target] != 1).any():
+            loss_scale = np.where(is_target, weights, np.float32(0))
     media = [span.medium for span in item.spans]
     return EncodedSample(
         input_ids=ids,

@@ -58,9 +58,11 @@ def load_audio(
         raise media_error(problem) from problem
     num_decoded = len(sound)
     if abs(num_decoded - num_samples) > tolerance:
-        has_stopped_early = num_decoded > num_samples  # so the length is unknown
-        length = "more" if has_stopped_early else f"{num_decoded / sampling_rate:.2f} s"
-        raise changed_since_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", length)
+        before = f"{num_samples / sampling_rate:.2f} s of sound"
+        now = f"{num_decoded / sampling_rate:.2f} s"
+        if num_decoded > num_samples:  # decoding has stopped, so the length is unknown
+            now = "more"
+        raise changed_since_export(ref, before, now)
     num_missing = max(num_samples - num_decoded, 0)
     return np.pad(sound[:num_samples], (0, num_missing))
 

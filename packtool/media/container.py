@@ -53,11 +53,7 @@ def first_stream(container: Any, kind: str, ref: MediaRef) -> Any:
 
 
 def declared_bytes(file: BinaryIO, size: int) -> int:
-    """Return the minimum length in bytes that a file of ``size`` bytes declares; 0 if it declares none.
-
-    The length is declared by the boxes of mp4 and mov, the chunks of avi and wav, the segment of Matroska and WebM, the
-    Xing header of mp3, and the last page of Ogg.
-    """
+    """Return the minimum length in bytes that a file of ``size`` bytes declares; 0 if it declares none."""
     head = _read_at(file, 0, 16)
     if head.startswith(b"RIFF"):  # avi and wav
         return _end_of_chunks(file, size) - _RIFF_SLACK
@@ -65,7 +61,7 @@ def declared_bytes(file: BinaryIO, size: int) -> int:
         return _end_of_boxes(file, size)
     if head.startswith(b"OggS"):
         return _end_of_last_page(file, size)
-    if head.startswith(_EBML_HEADER):
+    if head.startswith(_EBML_HEADER):  # Matroska and WebM
         return _end_of_segment(file, head)
     return _end_by_xing(file, head) - _MP3_SLACK  # mp3, or a format that declares nothing
 
@@ -151,14 +147,13 @@ def _end_by_xing(file: BinaryIO, head: bytes) -> int:
 def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
     """Raise MediaProblem if a stream is shorter than its header declares, because the file was truncated.
 
-    In formats other than mp4 and mov, the stream must be a sound. Its last second is decoded, so the container must be
-    opened again to decode it from the beginning.
+    In formats other than mp4 and mov, it must be a sound, whose last second is decoded: the container's position moves.
     """
     if is_indexed(container):
         last_entries = index_of(stream)[-_LAST_ENTRIES:]  # the last bytes belong to one of these packets
-        num_listed = max((entry.pos + entry.size for entry in last_entries), default=0)
-        expected, actual = f"its table of contents ends at byte {num_listed:,}", f"{container.size:,}"
-        is_truncated = num_listed > container.size
+        listed_end = max((entry.pos + entry.size for entry in last_entries), default=0)
+        expected, actual = f"its table of contents ends at byte {listed_end:,}", f"{container.size:,}"
+        is_truncated = listed_end > container.size
     else:
         declared = float(stream.duration * stream.time_base)
         seconds = _seconds_by_end(container, stream, declared)
@@ -191,8 +186,5 @@ def index_of(stream: Any) -> Any:
 
 
 def num_hidden(container: Any, stream: Any) -> int:
-    """Return how many packets of a table of contents are empty or hidden by an edit list.
-
-    0 for formats without a table of contents: FFmpeg's index of these is for seeking, and has no sizes.
-    """
+    """Return how many packets of a table of contents are empty or hidden by an edit list; 0 in other formats."""
     return sum(entry.is_discard or not entry.size for entry in index_of(stream)) if is_indexed(container) else 0

@@ -48,29 +48,33 @@ def open_medium(
         StorageError: if the medium's store has failed ``ref.policy.max_failures`` times in a row.
     """
     try:
-        with _open_file(ref, first_block, is_image) as file:
-            try:
-                if not file.read(1):
-                    raise MediaProblem("media_unreadable", f"{label(ref)}: the file is empty")
-                file.seek(0)
-                yield file
-            except RemoteError:
-                raise
-            except Exception:
-                _record_success(ref)  # the store has delivered the file, which is the one at fault
-                raise
-        _record_success(ref)
-    except MediaProblem:
-        raise
+        with _open_file(ref, first_block, is_image) as file, _recorded_success(ref):
+            if not file.read(1):
+                raise MediaProblem("media_unreadable", f"{label(ref)}: the file is empty")
+            file.seek(0)
+            yield file
     except RemoteError as error:
         raise _record_remote_error(ref, error) from error
     except StorageError as error:
         raise MediaProblem("media_unreadable", error.message) from error
-    except PacktoolError:
+    except (MediaProblem, PacktoolError):
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrubbed(reason)}") from error
+
+
+@contextmanager
+def _recorded_success(ref: MediaRef) -> Iterator[None]:
+    """Record a success of the medium's store, unless the ``with`` block raises a RemoteError."""
+    try:
+        yield
+    except RemoteError:
+        raise
+    except Exception:  # the store has delivered the file, which is the one at fault
+        _record_success(ref)
+        raise
+    _record_success(ref)
 
 
 def _record_success(ref: MediaRef) -> None:
@@ -121,27 +125,27 @@ def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
 
 
 def _record_remote_error(ref: MediaRef, error: RemoteError) -> MediaProblem:
-    """Record whether a medium's store has answered, and return the medium's problem; StorageError if the store is down.
-
-    Files that a local limit refuses are not recorded.
-    """
+    """Record whether a medium's store works, and return the medium's problem; StorageError if the store is down."""
     assert ref.path is not None, "embedded bytes cannot fail remotely"
     try:
         store = storage.store_name(ref.path)
-    except StorageError:
+    except StorageError:  # the address is invalid
         return MediaProblem("invalid_media", error.message)
     if isinstance(error, storage.TooLarge):
         return MediaProblem("media_size", f"{error.message}: --max-media-bytes allows more")
     if isinstance(error, storage.RedirectRefused):
         return MediaProblem(NOT_ALLOWED, f"{error.message}: --media-access any allows it")
-    # A bucket refuses all keys if the credentials are wrong, but also missing keys; a web server refuses single files.
-    is_bucket = not store.startswith("http")
-    may_be_store_failure = error.fault == "unreachable" or (error.fault == "refused" and is_bucket)
-    if may_be_store_failure:
+    if _may_be_store_failure(error, store):
         _record_failure(store, error, ref.path, ref.policy.max_failures)
     else:
-        storage.record_success(store)
+        storage.record_success(store)  # the store works, and only this medium is at fault
     return MediaProblem(_REASONS.get(error.fault, "media_unreadable"), error.message)
+
+
+def _may_be_store_failure(error: RemoteError, store: str) -> bool:
+    """Return whether other media of the store may fail, too: a bucket with wrong credentials refuses all of them."""
+    is_bucket = not store.startswith("http")
+    return error.fault == "unreachable" or (error.fault == "refused" and is_bucket)
 
 
 def _record_failure(store: str, error: RemoteError, path: str, max_failures: int) -> None:
@@ -173,7 +177,6 @@ def content_name(path: str | None, data: bytes | None) -> str:
     """Return a name that depends on a medium's size and four pieces of its content: equal for equal media.
 
     Remote and unreadable media are named by their address, since reading them costs more than shared prefixes save.
-    Costs 30 us for each version of a file.
     """
     if data is not None:
         return _name(len(data), [data[start:stop] for start, stop in _pieces(len(data))])
@@ -190,10 +193,9 @@ def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) ->
 def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, is_image: bool) -> str | None:
     """Return a text that changes whenever the content may change; None if changes might be missed, or on any error.
 
-    It consists of the hash of embedded bytes; the path, size and times of a local file; or the address, size and entity
-    tag (or date) of a remote file, which needs one short request. Errors are reported when the medium is loaded.
+    It has the hash of embedded bytes; path, size and times of a local file; or address, size and tag of a remote one.
     """
-    if data is not None or path is None:  # embedded bytes may keep the path of their file
+    if data is not None or path is None:  # embedded bytes, which may keep the path of their file
         return hashlib.sha256(data or b"").hexdigest()
     ref = MediaRef(path, policy=policy)
     try:

@@ -68,10 +68,7 @@ EXPORT_AGAIN = "export the rows again into another directory."
 
 
 def changed_since_export(ref: MediaRef, before: str, now: str) -> MediaError:
-    """Return the error for a medium whose content differs from the measures of the export.
-
-    Bytes in a cache are damaged, since they cannot change; a file may be damaged or changed.
-    """
+    """Return the error for a medium whose content differs from the measures of the export."""
     what = "is damaged" if ref.path is None else "is damaged, or has changed since the export"
     message = f"{label(ref)} {what}: the export counted {before}, and now there is {now}"
     return MediaError(message, f"Restore the file, or {EXPORT_AGAIN}")
@@ -101,24 +98,17 @@ def measure_image(image: MediaRef) -> tuple[int, int]:
 
 
 def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
-    """Return (height, width) of an upright picture, and check that its file of ``size`` bytes is complete.
-
-    The file is complete if it has its declared length, its format's end mark, or else, with ``can_decode``, decodes.
-    """
+    """Return (height, width) of an upright picture; raise an error if its file of ``size`` bytes is truncated."""
     picture = open_picture(file)
     width, height = picture.size
     header_stop = file.tell()  # Pillow has read up to here
-    declared = _declared_bytes(picture, file)
-    if isinstance(picture, PngImagePlugin.PngImageFile):
-        orientation = _png_orientation(picture, file)
-    elif picture.format == "TIFF":
-        orientation = 1  # ``picture.size`` is upright already
-    else:
-        orientation = picture.getexif().get(_ORIENTATION_TAG, 1)
-    if declared is not None and declared > size:
-        raise ValueError(f"the file is truncated: it declares {declared:,} bytes and has {size:,}")
-    if declared is None and can_decode and not _has_end_mark(picture.format, file, header_stop, size):
-        picture.load()  # raises an error if the file is truncated
+    declared_size = _declared_bytes(picture, file)
+    orientation = _orientation(picture, file)
+    if declared_size is None:
+        if can_decode and not _has_end_mark(picture.format, file, header_stop, size):
+            picture.load()  # raises an error if the file is truncated
+    elif declared_size > size:
+        raise ValueError(f"the file is truncated: it declares {declared_size:,} bytes and has {size:,}")
     return (width, height) if orientation in _SIDEWAYS_ORIENTATIONS else (height, width)
 
 
@@ -147,11 +137,18 @@ def _has_end_mark(image_format: str | None, file: BinaryIO, begin: int, size: in
     return mark in file.read(size - start)
 
 
-def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
-    """Return the EXIF orientation of a PNG (1 to 8); 1, which is upright, if it has none.
+def _orientation(picture: Image.Image, file: BinaryIO) -> int:
+    """Return the EXIF orientation of a picture (1 to 8); 1 is upright. The position of ``file`` changes."""
+    if isinstance(picture, PngImagePlugin.PngImageFile):
+        return _png_orientation(picture, file)
+    if picture.format == "TIFF":
+        return 1  # Pillow has applied the orientation to ``picture.size``
+    orientation: int = picture.getexif().get(_ORIENTATION_TAG, 1)
+    return orientation
 
-    The position of ``file`` changes.
-    """
+
+def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
+    """Return the EXIF orientation of a PNG; 1 if it has none."""
     data = _exif_chunk(file)
     if data is None:
         # ImageMagick stores the data as a text: three lines with its name and length, then hexadecimal digits.
@@ -166,10 +163,7 @@ def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> in
 
 
 def _exif_chunk(file: BinaryIO) -> bytes | None:
-    """Return the data of the chunk ``eXIf`` of a PNG, or None.
-
-    Found by reading the headers of all chunks, since Pillow would decode the picture to find it.
-    """
+    """Return the data of the chunk ``eXIf`` of a PNG, or None; Pillow would decode the picture to find it."""
     file.seek(8)  # after the signature
     while len(header := file.read(8)) == 8:
         size, chunk_type = int.from_bytes(header[:4], "big"), header[4:]

@@ -42,6 +42,9 @@ _DEFAULT_FPS = 24.0
 # Since PyAV 17 colours are by default converted by as many threads as there are cores; before, always by one.
 _ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 
+_Pixels = npt.NDArray[np.uint8]
+_FrameReader = Callable[..., Iterator[tuple[int, Any]]]
+
 
 @dataclass(frozen=True)
 class VideoSize:
@@ -62,24 +65,23 @@ class VideoSize:
 def measure_video(ref: MediaRef) -> VideoSize:
     """Measure the first video stream of a file, or a video that is a list of images.
 
-    The number of frames is taken from the header of mp4 and mov if it matches the duration. Other headers declare none,
-    or often a wrong one; then the frames are counted by seeking or by decoding all. Truncated files are refused.
+    The number of frames is the header's if that is reliable; else they are counted. Truncated files are refused.
     """
     if ref.frames:  # a list of images
         return _measure_listed_frames(ref)
     with open_container(ref, check_length=True) as container:
         stream = _video_stream(container, ref)
         fps = float(stream.average_rate or 0)
-        first_frame, later_frames, starts_complete = decode_from_start(container, stream)
+        first_frame, later_frames, is_start_intact = decode_from_start(container, stream)
         if first_frame is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
-        num_frames = _declared_frames(container, stream) if starts_complete else None
+        num_frames = _declared_frames(container, stream) if is_start_intact else None
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
             num_frames = _count_by_seeking(ref)
-            if num_frames is None:  # then decode all frames
-                num_frames = 1 + _count(later_frames)
+            if num_frames is None:
+                num_frames = 1 + _count(later_frames)  # decodes all of them
         height, width = _upright_size(first_frame)
         fps = fps or _mean_fps(stream, num_frames)
         return VideoSize(height, width, num_frames, fps, has_sound=bool(container.streams.audio))
@@ -118,37 +120,43 @@ def load_video(
     indices: Sequence[int],
     policy: MediaPolicy = ANY,
     shape: tuple[int, int, int] | None = None,
-) -> npt.NDArray[np.uint8]:
+) -> _Pixels:
     """Return the requested frames, uint8 (T, H, W, 3), upright; MediaError if one of them cannot be loaded.
 
-    Seeks to the frames. If that fails or misses a frame, decodes from the beginning.
-
     Args:
-        frames: (path, data) of each image of a video that is a list of images, of which the first T are loaded.
-        indices: indexes of the T requested frames, ascending.
+        frames: (path, data) of each image if the video is a list of images; then the first T are returned.
+        indices: frame numbers of the T requested frames, ascending.
         shape: number of frames of the measured video or clip, H and W; None if unknown. All frames get the size of the
             first requested frame if that is (H, W), else of the file's first frame.
     """
     if frames:
         return _load_listed_frames(frames[: len(indices)], policy)
     ref = MediaRef(path, data, policy=policy)
-    numbers = sorted(set(indices))  # a frame that is requested twice is decoded once
-    for frame_reader in (needed_frames, all_frames):
-        try:
-            pixels, missing = _decode_frames(ref, numbers, frame_reader, shape)
-        except MediaProblem as problem:
-            may_be_due_to_seeking = frame_reader is needed_frames and problem.reason == "media_unreadable"
-            if not may_be_due_to_seeking:
-                raise media_error(problem) from problem
-            continue
-        if pixels is not None and not missing:
-            return pixels if len(numbers) == len(indices) else pixels[np.searchsorted(numbers, indices)]
-    raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
+    distinct = sorted(set(indices))
+    try:
+        pixels = _seek_frames(ref, distinct, shape)
+        if pixels is None:
+            pixels, missing = _decode_frames(ref, distinct, all_frames, shape)
+            if missing:
+                raise changed_since_export(ref, f"a frame {distinct[-1]}", f"no frame {missing[-1]}")
+    except MediaProblem as problem:
+        raise media_error(problem) from problem
+    has_repetitions = len(distinct) < len(indices)
+    return pixels[np.searchsorted(distinct, indices)] if has_repetitions else pixels
 
 
-def _load_listed_frames(
-    frames: Sequence[tuple[str | None, bytes | None]], policy: MediaPolicy
-) -> npt.NDArray[np.uint8]:
+def _seek_frames(ref: MediaRef, numbers: Sequence[int], shape: tuple[int, int, int] | None) -> _Pixels | None:
+    """Decode frames by seeking to them, as ``_decode_frames``; None if seeking fails or misses a frame."""
+    try:
+        pixels, missing = _decode_frames(ref, numbers, needed_frames, shape)
+    except MediaProblem as problem:
+        if problem.reason != "media_unreadable":
+            raise
+        return None
+    return None if missing else pixels
+
+
+def _load_listed_frames(frames: Sequence[tuple[str | None, bytes | None]], policy: MediaPolicy) -> _Pixels:
     """Return images, (path, data) each, as the frames of a video, uint8 (T, H, W, 3); MediaError if sizes differ."""
     pictures = [np.asarray(load_image(path, data, policy)) for path, data in frames]
     for frame, picture in zip(frames, pictures, strict=True):
@@ -159,42 +167,32 @@ def _load_listed_frames(
 
 
 def _decode_frames(
-    ref: MediaRef,
-    numbers: Sequence[int],
-    frame_reader: Callable[..., Iterator[tuple[int, Any]]],
-    shape: tuple[int, int, int] | None,
-) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
+    ref: MediaRef, numbers: Sequence[int], frame_reader: _FrameReader, shape: tuple[int, int, int] | None
+) -> tuple[_Pixels, list[int]]:
     """Decode the frames with these numbers, ascending and distinct.
 
-    ``frame_reader`` is ``needed_frames`` or ``all_frames``; ``shape`` is that of ``load_video``.
-
-    Return the frames, uint8 (T, H, W, 3), None if the file has none of them, and the numbers of missing frames.
-    MediaProblem if the file cannot be decoded, or the reader cannot number its frames.
+    Return the frames, uint8 (T, H, W, 3), and the numbers of missing frames, whose pixels are undefined. MediaProblem
+    if the file cannot be decoded, or ``frame_reader`` (``needed_frames`` or ``all_frames``) cannot number its frames.
     """
-    pixels: npt.NDArray[np.uint8] | None = None
+    pixels = np.empty((0, 0, 0, 3), np.uint8)
     missing = set(numbers)
     row_by_number = {number: row for row, number in enumerate(numbers)}
-    num_frames = None  # of the file: unknown if frames may be those of a clip
+    num_file_frames = None  # unknown where ``shape`` may be that of a clip, which can begin at any frame
     if shape is not None and numbers[0] == 0:
-        num_frames = shape[0]
+        num_file_frames = shape[0]
     converter = VideoReformatter()  # creating it takes longer than converting a frame
     with open_container(ref) as container:
         stream = _video_stream(container, ref)
-        for number, frame in frame_reader(container, stream, numbers, num_frames):
-            if pixels is None:
+        for number, frame in frame_reader(container, stream, numbers, num_file_frames):
+            if not pixels.size:
                 pixels = _empty_pixels(ref, len(numbers), frame, shape)
             pixels[row_by_number[number]] = _to_rgb(frame, pixels.shape[1:3], converter)
             missing.remove(number)
     return pixels, sorted(missing)
 
 
-def _empty_pixels(
-    ref: MediaRef, num_frames: int, frame: Any, shape: tuple[int, int, int] | None
-) -> npt.NDArray[np.uint8]:
-    """Return an array, uint8 (T, H, W, 3), in the size of the first requested frame.
-
-    If that frame differs from the measured ``shape``, in the size of the file's first frame.
-    """
+def _empty_pixels(ref: MediaRef, num_frames: int, frame: Any, shape: tuple[int, int, int] | None) -> _Pixels:
+    """Return an array (T, H, W, 3) of the size of ``frame``; if ``shape`` has another, of the file's first frame."""
     size = _upright_size(frame)
     if shape is not None and size != shape[1:]:
         with open_container(ref) as container:
@@ -202,7 +200,7 @@ def _empty_pixels(
     return np.empty((num_frames, *size, 3), np.uint8)
 
 
-def _to_rgb(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> npt.NDArray[np.uint8]:
+def _to_rgb(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> _Pixels:
     """Return a frame as RGB, uint8 (H, W, 3), scaled and rotated so that it is upright with ``size`` (H, W)."""
     num_turns = _quarter_turns(frame)
     stored_height, stored_width = size[::-1] if num_turns % 2 else size
@@ -257,13 +255,14 @@ MIN_SKIPPED = 4
 _MAX_REORDERED_PACKETS = 32
 _NUM_CHECKED_FRAMES = 32
 _NO_LIMIT = 2**62
+_BEFORE_ALL_TIMES = -(2**62)
 _MIN_KEYFRAMES = 3
 # Codecs whose frames ``count_frames`` counts without decoding all. Their decoders hide damage: they return a frame even
 # for a damaged packet. Decoders of other codecs find it, so export decodes all frames.
 _COUNTED_CODECS = ("h264",)
 _FORMATS_TO_SCAN = frozenset(("matroska", "webm"))  # without a table of contents; all packets are read to count them
-# Codecs with one frame per packet. VP8 is not among them, because some of its packets show nothing.
-_NUMBERED_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
+# VP8 is not among them, because some of its packets show nothing.
+_ONE_FRAME_PER_PACKET_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
 
 
 _Packet = tuple[int | None, int | None, bool, bool]
@@ -274,19 +273,24 @@ class FrameNumbersUnknown(Exception):
     """Frames of a file cannot be numbered without decoding it from the beginning."""
 
 
-def _listed_packets(index: Any) -> Iterator[_Packet]:
-    for entry in index:
+def _lists_all_packets(container: Any, stream: Any) -> bool:
+    """Return whether a file has a table of contents with all packets of the stream."""
+    return is_indexed(container) and 0 < len(index_of(stream)) == stream.frames
+
+
+def _listed_packets(stream: Any) -> Iterator[_Packet]:
+    for entry in index_of(stream):
         yield entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard
 
 
-def _read_packets(container: Any, stream: Any, *, uses_dts: bool) -> Iterator[_Packet]:
-    """Yield the packets of a file, which are read but not decoded.
-
-    ``uses_dts``: the time is that of decoding, as for seeking in formats with a table of contents, not that of display.
-    """
+def _read_packets(container: Any, stream: Any) -> Iterator[_Packet]:
+    """Yield the packets of a file, which are read but not decoded; FrameNumbersUnknown for unsuitable formats."""
+    seeks_by_decoding_time = is_indexed(container)  # mp4 and mov; Matroska and WebM seek by display time
+    if not seeks_by_decoding_time and _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
+        raise FrameNumbersUnknown
     for packet in container.demux(stream):
         if packet.size:  # the last packet is empty
-            time = packet.dts if uses_dts else packet.pts
+            time = packet.dts if seeks_by_decoding_time else packet.pts
             yield packet.pos, time, packet.is_keyframe, packet.is_discard
 
 
@@ -322,66 +326,63 @@ class _KeyframeDecoder:
         last_needed: number of the last needed frame; packets after the keyframe that follows it are not counted.
 
     Attributes:
-        min_numbers: minimum number of the frame of each keyframe, ascending: the number of shown packets before it.
-        num_packets: number of counted packets that are shown.
-        first_number: number of the first frame of ``frames``.
+        min_keyframe_numbers: minimum frame number of each keyframe, ascending: the number of shown packets before it.
+        num_shown: number of counted packets that are shown.
+        first_number: frame number of the first frame of ``frames``.
         frames: iterator over (number, frame), ascending, from the keyframe where decoding began.
-        next_needed: number of the next needed frame, set by the caller. Long before it, frames that no other frame
-            depends on are not decoded.
+        next_needed: frame number of the next needed frame, set by the caller. Long before it, frames that no other
+            frame depends on are not decoded.
 
     All methods raise FrameNumbersUnknown if frames cannot be numbered.
     """
 
     def __init__(self, container: Any, stream: Any, last_needed: int) -> None:
         self._container, self._stream = container, stream
-        self.min_numbers: list[int] = []
+        self.min_keyframe_numbers: list[int] = []
         self._min_number_by_position: dict[int, int] = {}  # by a keyframe's position in the file
         self._seek_times: list[int] = []  # seeking to the n-th time finds the n-th keyframe
-        self.num_packets = 0
+        self.num_shown = 0
         self.first_number = 0
         self.next_needed = 0
         self.frames: Iterator[tuple[int, Any]] = iter(())
-        if stream.codec_context.codec.canonical_name not in _NUMBERED_CODECS:
+        self._unit_prefix_bytes = _unit_prefix_bytes(stream)
+        if stream.codec_context.codec.canonical_name not in _ONE_FRAME_PER_PACKET_CODECS:
             raise FrameNumbersUnknown
-        has_table = is_indexed(container)
-        table_of_contents = index_of(stream) if has_table else ()
-        lists_all_packets = len(table_of_contents) > 0 and len(table_of_contents) == stream.frames
-        if lists_all_packets:
-            self._find_keyframes(_listed_packets(table_of_contents), last_needed)
-        elif has_table or not _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
-            self._find_keyframes(_read_packets(container, stream, uses_dts=has_table), last_needed)
-            self._seek(self._seek_times[0])  # reading has moved away from the first keyframe
+        if _lists_all_packets(container, stream):
+            self._find_keyframes(_listed_packets(stream), last_needed)
         else:
-            raise FrameNumbersUnknown
+            self._find_keyframes(_read_packets(container, stream), last_needed)
+            self._seek(self._seek_times[0])  # reading has moved away from the first keyframe
 
     def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
         """Find the keyframes, and count shown packets, up to a keyframe that is surely after frame ``last_needed``."""
         keyframe_times: list[int] = []
-        latest_time = -_NO_LIMIT  # of all packets so far
-        for position, time, is_keyframe, is_hidden in packets:
+        latest_time = _BEFORE_ALL_TIMES
+        for file_position, time, is_keyframe, is_hidden in packets:
             if time is None:
                 raise FrameNumbersUnknown
             if is_keyframe:
                 keyframe_times.append(time)
-                self._add_keyframe(position)
+                self._add_keyframe(file_position)
             elif not keyframe_times:  # decoders show nothing before the first keyframe
                 raise FrameNumbersUnknown
             if not is_hidden:
-                self.num_packets += 1
+                self.num_shown += 1
             latest_time = max(latest_time, time)
-            if is_keyframe and self.num_packets > last_needed + _MAX_REORDERED_PACKETS:
+            if is_keyframe and self.num_shown > last_needed + _MAX_REORDERED_PACKETS:
                 break
         if not keyframe_times:
             raise FrameNumbersUnknown
-        # Seeking finds the last keyframe up to a time: for each keyframe, one just before the next keyframe.
-        self._seek_times = [*(time - 1 for time in keyframe_times[1:]), latest_time]
+        # Seeking to a time finds the last keyframe up to it, so a keyframe is found just before the next one's time.
+        self._seek_times = [next_time - 1 for next_time in keyframe_times[1:]]
+        self._seek_times.append(latest_time)
 
-    def _add_keyframe(self, position: int | None) -> None:
+    def _add_keyframe(self, file_position: int | None) -> None:
         """Add the keyframe after the packets counted so far, to be recognized by its position in the file."""
-        if position is None or position < 0 or position in self._min_number_by_position:
+        if file_position is None or file_position < 0 or file_position in self._min_number_by_position:
             raise FrameNumbersUnknown
-        self.min_numbers.append(self.num_packets)
-        self._min_number_by_position[position] = self.num_packets
+        self.min_keyframe_numbers.append(self.num_shown)
+        self._min_number_by_position[file_position] = self.num_shown
 
     def _seek(self, time: int) -> None:
         """Move to the last keyframe at or before a time, in units of the stream."""
@@ -424,30 +425,33 @@ class _KeyframeDecoder:
         ``first_time`` and ``first_number`` are those of the keyframe's frame.
         """
         numbers = _FrameNumbers(first_number)
-        unit_prefix_bytes = self._unit_prefix_bytes()
         for packet_number, packet in enumerate(packets, first_number):
-            # A frame's number differs from its packet's by less than this margin, so the needed frame is not skipped.
-            is_far_ahead = packet_number + _MAX_REORDERED_PACKETS < self.next_needed
-            is_skipped = is_far_ahead and _is_unreferenced(packet, unit_prefix_bytes)
+            is_skipped = self._can_skip(packet, packet_number)
             if _is_shown(packet) and packet.pts >= first_time:
                 numbers.add(packet.pts, is_skipped=is_skipped)
             if is_skipped:
                 continue
             for frame in packet.decode():
-                is_leading = frame.pts is not None and frame.pts < first_time  # it belongs to the group before
-                if is_leading:
+                if frame.pts is not None and frame.pts < first_time:  # it belongs to the keyframe before
                     continue
-                is_first = frame.pts == first_time
-                if frame.is_corrupt or (is_first and not frame.key_frame):
+                is_false_keyframe = frame.pts == first_time and not frame.key_frame
+                if frame.is_corrupt or is_false_keyframe:  # the decoder may have dropped frames
                     raise FrameNumbersUnknown
                 yield numbers.number_of(frame), frame
 
-    def _unit_prefix_bytes(self) -> int:
-        """Return the bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if none."""
-        if self._stream.codec_context.codec.canonical_name != "h264":
-            return 0
-        avcc = self._stream.codec_context.extradata or b""
-        return (avcc[4] & 3) + 1 if len(avcc) > 4 and avcc[0] == 1 else 0
+    def _can_skip(self, packet: Any, packet_number: int) -> bool:
+        """Return whether a packet comes long before the next needed frame, and no other frame depends on it."""
+        # The number of a packet's frame differs from ``packet_number`` by less than this margin.
+        is_early = packet_number + _MAX_REORDERED_PACKETS < self.next_needed
+        return is_early and _is_unreferenced(packet, self._unit_prefix_bytes)
+
+
+def _unit_prefix_bytes(stream: Any) -> int:
+    """Return the bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if none."""
+    if stream.codec_context.codec.canonical_name != "h264":
+        return 0
+    avcc = stream.codec_context.extradata or b""
+    return (avcc[4] & 3) + 1 if len(avcc) > 4 and avcc[0] == 1 else 0
 
 
 def needed_frames(
@@ -455,29 +459,27 @@ def needed_frames(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (number, frame) of the needed frames, decoding from the keyframe before each; missing ones are left out.
 
-    ``numbers`` are ascending and distinct; ``num_frames`` at export must equal the number of packets, if it is known.
-    FrameNumbersUnknown if frames cannot be numbered this way; the container cannot be used afterwards.
+    ``numbers`` are ascending and distinct. FrameNumbersUnknown if frames cannot be numbered this way, or the packets
+    are not ``num_frames``. The container cannot be used afterwards.
     """
-    max_gap = max(number - before for before, number in pairwise([0, *numbers]))
+    max_gap = max(number - previous for previous, number in pairwise([0, *numbers]))
     if max_gap <= MIN_SKIPPED:  # seeking would skip nothing
         yield from all_frames(container, stream, numbers)
         return
-    if num_frames is None:
-        decoder = _KeyframeDecoder(container, stream, last_needed=numbers[-1])
-    else:
-        decoder = _KeyframeDecoder(container, stream, last_needed=_NO_LIMIT)  # counts all packets
-        if decoder.num_packets != num_frames:
-            raise FrameNumbersUnknown
+    must_count_all = num_frames is not None
+    decoder = _KeyframeDecoder(container, stream, last_needed=_NO_LIMIT if must_count_all else numbers[-1])
+    if must_count_all and decoder.num_shown != num_frames:
+        raise FrameNumbersUnknown
     decoder.start_at_beginning()
     yield from _seek_each(decoder, numbers)
 
 
 def _seek_each(decoder: _KeyframeDecoder, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yield (number, frame) of the needed frames from a started decoder, which seeks where that skips frames."""
+    """Yield (number, frame) of the needed frames from a started decoder; seek to keyframes where that skips frames."""
     next_number = 0  # of the frame that the decoder would return next
     for needed_number in numbers:
-        keyframe_index = bisect_right(decoder.min_numbers, needed_number) - 1  # the last that may be before the frame
-        if decoder.min_numbers[keyframe_index] - next_number >= MIN_SKIPPED:
+        keyframe_index = bisect_right(decoder.min_keyframe_numbers, needed_number) - 1  # the last possible one
+        if decoder.min_keyframe_numbers[keyframe_index] - next_number >= MIN_SKIPPED:
             decoder.start_before(keyframe_index, needed_number)
         decoder.next_needed = needed_number  # the decoder skips frames before it where possible
         for number, frame in decoder.frames:
@@ -490,8 +492,8 @@ def _seek_each(decoder: _KeyframeDecoder, numbers: Sequence[int]) -> Iterator[tu
 def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
     """Decode a container from its beginning.
 
-    Return the first frame (None if there is none), an iterator over the others, and whether the file starts complete:
-    the first shown packet gives the first frame, which is a keyframe unless hidden packets come before it.
+    Return the first frame (None if there is none), an iterator over the others, and whether the start is intact: the
+    first shown packet gives the first frame, which is a keyframe unless hidden packets come before it.
     """
     packets = container.demux(stream)
     first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))
@@ -500,29 +502,28 @@ def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], 
     first_frame = next(frames, None)
     if first_frame is None or not shown_times or None in shown_times or first_frame.pts != min(shown_times):
         return first_frame, frames, False
-    starts_complete = bool(first_frame.key_frame or first_packets[0].is_discard)
-    return first_frame, frames, starts_complete
+    is_start_intact = bool(first_frame.key_frame or first_packets[0].is_discard)
+    return first_frame, frames, is_start_intact
 
 
 def count_frames(container: Any, stream: Any) -> int:
     """Count the frames of a file by decoding only the first frames, as a check, and those from the last keyframe on.
 
-    FrameNumbersUnknown if all frames must be decoded to count them. ``container`` is an opened file at its beginning,
-    which cannot be used afterwards.
+    FrameNumbersUnknown if all frames must be decoded to count them. The container cannot be used afterwards.
     """
     if stream.codec_context.codec.canonical_name not in _COUNTED_CODECS:
         raise FrameNumbersUnknown
     decoder = _KeyframeDecoder(container, stream, last_needed=_NO_LIMIT)
-    last_keyframe = len(decoder.min_numbers) - 1
-    if last_keyframe + 1 < _MIN_KEYFRAMES:
-        raise FrameNumbersUnknown  # with so few keyframes, counting would not be faster than decoding
+    num_keyframes = len(decoder.min_keyframe_numbers)
+    if num_keyframes < _MIN_KEYFRAMES:  # counting would not be faster than decoding
+        raise FrameNumbersUnknown
     decoder.start_at_beginning()
     if _count(islice(decoder.frames, _NUM_CHECKED_FRAMES)) < _NUM_CHECKED_FRAMES:
         raise FrameNumbersUnknown
-    min_last_number = decoder.min_numbers[last_keyframe]
-    decoder.start_before(last_keyframe, min_last_number)
+    num_before_last_keyframe = decoder.min_keyframe_numbers[-1]
+    decoder.start_before(num_keyframes - 1, num_before_last_keyframe)
     num_frames = decoder.first_number + _count(decoder.frames)
-    if num_frames <= min_last_number:  # the file is truncated: no frame from the last keyframe on can be decoded
+    if num_frames <= num_before_last_keyframe:  # truncated: nothing from the last keyframe on can be decoded
         raise FrameNumbersUnknown
     return num_frames
 

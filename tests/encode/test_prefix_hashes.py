@@ -237,13 +237,13 @@ def test_unchanged_files_are_never_reported(
     assert changed_files(encoded_sample, TOKENS, prefixes(encoded_sample, longer_than=longer_than)) == []
 
 
-@pytest.mark.parametrize("options", [{"medium_key": by_address}, {"_BEGINNING": b"'c'"}])
+@pytest.mark.parametrize("options", [{"medium_key": by_address}, {"_HASH_SEED": b"'c'"}])
 def test_hashes_of_older_caches_are_not_reported_as_changes(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded_sample, _ = media_files(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_BEGINNING", options.pop("_BEGINNING", module._BEGINNING))
+        patched.setattr(module, "_HASH_SEED", options.pop("_HASH_SEED", module._HASH_SEED))
         hashes = prefixes(encoded_sample, **options)
     assert hashes != prefixes(encoded_sample)
     assert changed_files(encoded_sample, TOKENS, hashes) == []

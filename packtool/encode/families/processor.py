@@ -118,13 +118,14 @@ class ProcessorVideos:
             detail = f"{label(ref)}: the model's processor cannot process it: {error}"
             raise MediaProblem("media_size", detail) from error
         num_time_steps = grid[0] if grid else len(indices)
+        seconds = num_frames / size.fps
         return encoded_video(
             ref,
             size,
             num_frames=num_frames,
             indices=indices,
             grid=grid,
-            seconds_per_grid=num_frames / size.fps / num_time_steps,
+            seconds_per_grid=seconds / num_time_steps,
             num_tokens=_token_counts(segments)[self._pad],
         )
 
@@ -191,27 +192,23 @@ def process_video(
 ) -> tuple[str, Mapping[str, Any]]:
     """Run a processor on the sampled frames of a video; return the text that it writes for it, and all its outputs.
 
-    ``frames`` are uint8 (T, 3, H, W), on torch's meta device if only their size is needed; ``indices`` are their
-    indexes in the video, which has ``num_frames`` frames at ``fps`` per second.
+    ``frames`` are uint8 (T, 3, H, W), or on torch's meta device; ``indices`` are their frame numbers in the video.
     """
     _, _, height, width = frames.shape
     metadata = _metadata(num_frames, fps, list(indices), height, width)
     outputs: Mapping[str, Any] = processor(
         text=[processor.video_token],
         videos=[frames],
-        return_text_replacement_offsets=True,  # with the texts that replace the placeholders
+        return_text_replacement_offsets=True,  # outputs have the text that replaces each placeholder
         videos_kwargs={"return_tensors": "pt", "do_sample_frames": False, "video_metadata": [metadata]},
         text_kwargs={"return_tensors": None},
     )
-    texts_by_row = _media_texts(processor, outputs, counts=[1], kind="video")  # one row with one video
-    return texts_by_row[0][0], outputs
+    ((text,),) = _media_texts(processor, outputs, counts=[1], kind="video")  # one row with one video
+    return text, outputs
 
 
 def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
-    """Run a processor on the pictures of some rows, at least one in each.
-
-    Return the processor's text for each picture of each row, and all its outputs, with tensors for pictures.
-    """
+    """Run a processor on the pictures of some rows; return its text for each picture of each row, and its outputs."""
     outputs: Mapping[str, Any] = processor(
         text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
         images=[list(pictures) for pictures in rows],
@@ -257,14 +254,14 @@ class ProcessorFamily(MediaEncoding):
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)
-        processor = self._processor = load_processor(files.directory)
-        self._special = special_tokens(processor)
-        pad_id = pad_ids_of(files.config).get("image")
-        self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
         self._family = family
         self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", _DEFAULT_PATCH_SIDE)
-        self._process_once = cache(self._process_picture)
-        single_picture, _ = self._process_once(*_PROBE_SIZE)
+        processor = self._processor = load_processor(files.directory)
+        pad_id = pad_ids_of(files.config).get("image")
+        self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
+        self._special = special_tokens(processor)
+        self._process_once = cache(self._process_picture)  # once for each size
+        single_picture, _grid = self._process_once(*_PROBE_SIZE)
         row_form = self._row_form(single_picture)
         self._is_numbered = row_form == "numbered"
         self.one_picture_only = row_form == "unknown"
@@ -272,20 +269,20 @@ class ProcessorFamily(MediaEncoding):
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
         )
-        placeholders: dict[str, MediaKind] = {str(processor.image_token): "image"}
+        kinds_by_token: dict[str, MediaKind] = {str(processor.image_token): "image"}
         self._videos = self._make_videos()
         self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
         if self._videos is not None:
             self.warnings += self._videos.warnings
-            placeholders[str(processor.video_token)] = "video"
-        picture_tokens = [segment.token for segment in single_picture if not isinstance(segment, str)]
-        distinct_tokens = dict.fromkeys([str(processor.image_token), *picture_tokens, *placeholders])
-        self.control_tokens = tuple(distinct_tokens)
+            kinds_by_token[str(processor.video_token)] = "video"
+        picture_tokens = [segment.token for segment in single_picture if isinstance(segment, TokenRun)]
+        all_tokens = [str(processor.image_token), *picture_tokens, *kinds_by_token]
+        self.control_tokens = tuple(dict.fromkeys(all_tokens))  # each once
         self.content_as_list = _accepts_content_lists(files)
-        self.placeholders = placeholders if self.content_as_list else {}
+        self.placeholders = kinds_by_token if self.content_as_list else {}  # tokens that the chat template writes
 
     def _row_form(self, single: list[MediaSegment]) -> Literal["repeated", "numbered", "unknown"]:
-        """Return how the processor writes the pictures of a row, each compared with a ``single`` picture."""
+        """Return how the processor writes each picture of a row: like a ``single`` picture, or with its number."""
         two_pictures, _ = self._process([_PROBE_SIZE] * 2)
         if two_pictures == [single] * 2:
             return "repeated"
@@ -442,8 +439,11 @@ def _family(
 ) -> Family:
     """Return the record of a family whose media are encoded by ``ProcessorFamily``.
 
-    ``inputs``: outputs of the processor for pictures that the model takes in addition to ``pixel_values``;
-    ``no_videos``: why videos are refused, "" if they are not. Other arguments are fields of ``Family`` and ``Towers``.
+    Args:
+        inputs: outputs of the processor for pictures that the model takes in addition to ``pixel_values``.
+        aligner: modules between the vision tower and the text model.
+        no_videos: why videos are refused; "" if they are not.
+        projector: widths of the linear layers of these modules.
     """
     takes_videos = not no_videos
     return Family(
@@ -453,7 +453,7 @@ def _family(
         no_videos=no_videos,
         kinds=("image", "video") if takes_videos else ("image",),
         towers=Towers(vision=(vision,), aligner=aligner, unused=unused),
-        positions="counted",
+        positions="counted",  # 0, 1, 2, ...
         processor_inputs=("pixel_values", *inputs),
         videos_as_pictures=takes_videos,
         projector=projector,

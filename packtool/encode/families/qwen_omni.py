@@ -105,7 +105,7 @@ class QwenOmni(QwenVL):
 def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> AudioLimits:
     """Return the limits on sounds, from the settings of the feature extractor and the thinker's configuration."""
     settings = files.audio_processor
-    thinker = thinker_of(files.config)
+    thinker = thinker_of(files.config)  # an Omni model without its speech output
     sampling_rate = int(settings.get("sampling_rate", 16000))
     if options.sampling_rate is not None and options.sampling_rate != sampling_rate:
         raise ConfigError(
@@ -114,13 +114,13 @@ def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> A
             "Leave it out: sounds of any rate are resampled.",
         )
     hop_length = int(settings.get("hop_length", 160))
-    max_seconds = float(settings.get("chunk_length") or _DEFAULT_MAX_SECONDS)
+    max_seconds = float(settings.get("chunk_length") or _DEFAULT_MAX_SECONDS)  # of a sound
     max_samples = int(settings.get("n_samples") or max_seconds * sampling_rate)
     default_tokens_per_second = 13 if is_qwen3 else 25  # the defaults of transformers' processors
     return AudioLimits(
         sampling_rate=sampling_rate,
         hop_length=hop_length,
-        max_features=None if is_qwen3 else max_samples // hop_length,  # Qwen3's processor removes nothing
+        max_features=None if is_qwen3 else max_samples // hop_length,  # Qwen3's processor keeps sounds of any length
         in_video=bool(options.use_audio_in_video),
         tokens_per_second=float(thinker.get("position_id_per_seconds") or default_tokens_per_second),
         seconds_per_chunk=float(thinker.get("seconds_per_chunk") or 2),

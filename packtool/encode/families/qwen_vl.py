@@ -116,20 +116,12 @@ def video_limits(
             the settings are those of another processor.
         frame_tokens: (min, max) tokens of a frame if the family's processor ignores its settings (Omni).
     """
-    size = processor.get("size") or {}
     over_all_frames = is_qwen3 and _bounds_all_frames(processor)
     patch_size = int(processor.get("patch_size", 16 if over_all_frames else 14))
     merge_size = int(processor.get("merge_size", 2))
     pixels_per_token = (patch_size * merge_size) ** 2
-    min_pixels, max_pixels = (num_tokens * pixels_per_token for num_tokens in frame_tokens or (128, 768))
-    if frame_tokens is None:
-        min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or min_pixels
-        max_pixels = processor.get("max_pixels") or size.get("longest_edge") or max_pixels
-    frame_min, frame_max = options.video_min_pixels, options.video_max_pixels
-    if frame_min is None and options.video_min_token_num is not None:
-        frame_min = options.video_min_token_num * pixels_per_token
-    if frame_max is None and options.video_max_token_num is not None:
-        frame_max = options.video_max_token_num * pixels_per_token
+    min_pixels, max_pixels = _processor_bounds(processor, frame_tokens, pixels_per_token)
+    frame_min, frame_max = _frame_bounds(options, pixels_per_token)
     if over_all_frames:
         max_pixels = options.video_total_pixels or max_pixels
     else:
@@ -149,6 +141,35 @@ def video_limits(
         merge_size=merge_size,
         temporal_patch_size=int(processor.get("temporal_patch_size", 2)),
     )
+    _check_video_limits(limits)
+    return limits
+
+
+def _processor_bounds(
+    processor: Mapping[str, Any], frame_tokens: tuple[int, int] | None, pixels_per_token: int
+) -> tuple[Any, Any]:
+    """Return (min, max) pixels by the processor's settings, or by ``frame_tokens`` if it ignores them."""
+    min_tokens, max_tokens = frame_tokens or (128, 768)
+    min_pixels, max_pixels = min_tokens * pixels_per_token, max_tokens * pixels_per_token
+    if frame_tokens is None:
+        size = processor.get("size") or {}
+        min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or min_pixels
+        max_pixels = processor.get("max_pixels") or size.get("longest_edge") or max_pixels
+    return min_pixels, max_pixels
+
+
+def _frame_bounds(options: MediaOptions, pixels_per_token: int) -> tuple[int | None, int | None]:
+    """Return the user's (min, max) pixels of a frame: options in pixels override options in tokens."""
+    min_pixels, max_pixels = options.video_min_pixels, options.video_max_pixels
+    if min_pixels is None and options.video_min_token_num is not None:
+        min_pixels = options.video_min_token_num * pixels_per_token
+    if max_pixels is None and options.video_max_token_num is not None:
+        max_pixels = options.video_max_token_num * pixels_per_token
+    return min_pixels, max_pixels
+
+
+def _check_video_limits(limits: VideoLimits) -> None:
+    """Raise ConfigError if a minimum is above its maximum."""
     for what, lowest, highest in (
         ("frames of a video", limits.min_frames, limits.max_frames),
         ("pixels of a frame", limits.frame_min_pixels or 0, limits.frame_max_pixels or math.inf),
@@ -159,7 +180,6 @@ def video_limits(
                 f"the minimum number of {what} ({lowest}) is above the maximum ({highest})",
                 "Set both limits: one that you leave out comes from the model's processor settings.",
             )
-    return limits
 
 
 def _bounds_all_frames(processor: Mapping[str, Any]) -> bool:
@@ -207,10 +227,9 @@ def clip_frames(clip: tuple[float | None, float | None], num_frames: int, fps: f
 
 
 def sample_clip(start: int, num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, ...]:
-    """Return the indexes in the video of the frames to sample from a clip.
+    """Return the indexes in the video of the frames to sample from a clip, which processors do not support.
 
-    Processors do not support clips. Qwen's tools sample a multiple of the temporal patch size, evenly from the first to
-    the last frame, for all families.
+    As Qwen's tools for all families: a multiple of the temporal patch size, evenly from the first to the last frame.
     """
     step = limits.temporal_patch_size
     even_steps = dataclasses.replace(limits, even_ends=False, min_frames=-(-limits.min_frames // step) * step)
@@ -277,10 +296,7 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
 
 
 def _pixel_bounds(processor: Mapping[str, Any], options: MediaOptions, pixels_per_token: int) -> tuple[Any, Any]:
-    """Return (min, max) pixels of a picture.
-
-    Options in pixels override options in tokens, and these override the settings (old names, then new ones).
-    """
+    """Return (min, max) pixels of a picture: by options in pixels, else in tokens, else by the settings."""
     size = processor.get("size") or {}
     min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
     max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
@@ -346,15 +362,15 @@ class QwenVL(MediaEncoding):
         size = measure_video(ref)
         try:
             limits = video_limits_of(ref, self._videos)
-            num_frames, indices = _sample_video_or_clip(ref, size.num_frames, size.fps, limits)
+            num_clip_frames, indices = _sample_video_or_clip(ref, size.num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
-        sampled_fps = self._sampled_fps(num_frames, size.fps, len(indices), limits)
+        sampled_fps = self._sampled_fps(num_clip_frames, size.fps, len(indices), limits)
         return encoded_video(
             ref,
             size,
-            num_frames=num_frames,
+            num_frames=num_clip_frames,
             indices=indices,
             grid=grid,
             seconds_per_grid=limits.temporal_patch_size / sampled_fps,
@@ -425,10 +441,11 @@ def _sample_video_or_clip(
 def _find_bounds(
     grid_of: Callable[[Bounds], Grid], grid: Grid, default_bounds: Bounds, pixels_per_patch: int
 ) -> Bounds:
-    """Find (min, max) pixels with which ``grid_of`` returns ``grid``; ``default_bounds`` if they do, or if none do.
+    """Find (min, max) pixels with which ``grid_of`` returns ``grid``; ``default_bounds`` if there are none.
 
     Args:
-        grid_of: returns the grid of a medium at some bounds; raises ValueError if it cannot be resized to them.
+        grid_of: returns the grid (t, h, w) of a medium at some bounds; raises ValueError if they are impossible.
+        default_bounds: are tried first.
         pixels_per_patch: of one frame, or of all frames if the bounds are for all together.
     """
     if _grid_or_none(grid_of, default_bounds) == grid:
@@ -437,15 +454,15 @@ def _find_bounds(
     if unbounded_grid == grid:
         return _UNBOUNDED
     no_min, no_max = _UNBOUNDED
-    max_below, min_above = no_max, no_min
-    if unbounded_grid is not None:  # only bounds that exclude its size have an effect
-        num_pixels = math.prod(unbounded_grid[1:]) * pixels_per_patch
-        max_below, min_above = num_pixels - 1, num_pixels + 1
-    # A lower maximum makes the medium smaller, a higher minimum larger.
-    max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (no_min, pixels)), grid, no_min, max_below)
+    largest_max, smallest_min = no_max, no_min
+    if unbounded_grid is not None:  # a maximum has an effect only below its size, a minimum only above
+        _, rows, columns = unbounded_grid
+        num_pixels = rows * columns * pixels_per_patch
+        largest_max, smallest_min = num_pixels - 1, num_pixels + 1
+    max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (no_min, pixels)), grid, no_min, largest_max)
     if max_pixels is not None:
         return no_min, max_pixels
-    min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, no_max)), grid, min_above, no_max)
+    min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, no_max)), grid, smallest_min, no_max)
     return default_bounds if min_pixels is None else (min_pixels, no_max)
 
 
