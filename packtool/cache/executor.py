@@ -180,7 +180,8 @@ def _run_on_actors(
     for _ in range(min(num_actors, len(tasks))):
         start_next(actor_class.remote(settings))
     while running:
-        (reference,), _ = ray.wait(list(running), num_returns=1)
+        finished, _ = ray.wait(list(running), num_returns=1)
+        reference = finished[0]
         actor, task = running.pop(reference)
         try:
             result = _result_of(ray, reference)

@@ -199,15 +199,20 @@ class _Export:
         self.tasks = make_tasks(scanned_sources, config)
         if not self.tasks:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
-        # Warn early, and only once, about rows that name media which they may not access.
-        warnings = (first_row_error(scanned.source, scanned.blocks) for scanned in scanned_sources[:_NUM_CHECKED])
-        if warning := next(filter(None, warnings), None):
-            self.progress.note(warning)
+        self._warn_of_refused_media(scanned_sources)
         close_readers()  # of this process; each worker opens its own
-        # Rows become several samples if their turns are expanded, or if they have several responses.
+        # Rows become several samples (parts) if their turns are expanded, or if they have several responses.
         expands_turns = "expand_turns" in self.identity.spec  # recorded only if it is true
         used_columns = (dict(source.columns) for task in self.tasks for source, _ in task.row_blocks)
         self.has_parts = expands_turns or any("responses" in columns for columns in used_columns)
+
+    def _warn_of_refused_media(self, scanned_sources: Sequence[ScannedSource]) -> None:
+        """Print a note about the first source whose rows name media which they may not access."""
+        for scanned in scanned_sources[:_NUM_CHECKED]:
+            warning = first_row_error(scanned.source, scanned.blocks)
+            if warning:
+                self.progress.note(warning)
+                return
 
     def _task_settings(
         self, directory: str | None, export: str = "", lock: DirectoryLock | None = None
@@ -218,7 +223,7 @@ class _Export:
             strict=self.config.strict,
             has_parts=self.has_parts,
             export=export,
-            is_locked=None if lock is None else lock.is_held,
+            holds_lock=None if lock is None else lock.is_held,
             held_out=self.held_out,
             finds_near_duplicates=self.config.near_duplicates is not None,
         )
@@ -242,7 +247,7 @@ class _Export:
             output_dir.clear(directory)  # only now, so that wrong settings do not destroy the old cache
         state = output_dir.export_state(self.identity, self.sources)
         splits = {split for task in self.tasks for split in task.shards}
-        reused = output_dir.begin(directory, state, splits, is_part=is_part)  # results of an interrupted run, by task
+        reused = output_dir.begin(directory, state, splits, is_part=is_part)  # results of an interrupted run
         export_id = output_dir.export_id(state)
         settings = self._task_settings(directory, export_id, lock)
         results = self._run_tasks(self.tasks, reused, settings, lock.check_last_renewal)
@@ -250,16 +255,25 @@ class _Export:
             results = output_dir.finished_tasks(directory, export_id)
         missing = [task.number for task in self.tasks if task.number not in results]
         if missing:
-            return self._unfinished_summary(directory, results, reused, missing)
+            return self._summary_of_published(directory) or self._unfinished_summary(results, reused, missing)
         ordered = [results[task.number] for task in self.tasks]
         try:
             return self._publish(directory, lock, ordered, reused)
         except (StorageError, MismatchError):
-            # Two parts that finish at the same time publish the same cache. The slower one fails here, harmlessly.
-            published = output_dir.read_published(directory, self.identity, self.sources) if is_part else None
-            if published is None:
+            summary = self._summary_of_published(directory)
+            if summary is None:
                 raise
-            return _summary_of_finished(self.config, directory, published)
+            return summary
+
+    def _summary_of_published(self, directory: str) -> ExportSummary | None:
+        """Return the summary of the cache if another part of the job array has published it meanwhile, else None.
+
+        This part then has no results of tasks, or fails when it publishes the same cache.
+        """
+        if not self.config.is_part:
+            return None
+        manifest = output_dir.read_published(directory, self.identity, self.sources)
+        return None if manifest is None else _summary_of_finished(self.config, directory, manifest)
 
     def _publish(
         self, directory: str, lock: DirectoryLock, results: Sequence[TaskResult], reused: Mapping[int, TaskResult]
@@ -272,17 +286,9 @@ class _Export:
         return self._summary(manifest, results, reused, storage.join(directory, DROPPED_NAME))
 
     def _unfinished_summary(
-        self,
-        directory: str,
-        results: Mapping[int, TaskResult],
-        reused: Mapping[int, TaskResult],
-        missing: Sequence[int],
+        self, results: Mapping[int, TaskResult], reused: Mapping[int, TaskResult], missing: Sequence[int]
     ) -> ExportSummary:
-        """Return the summary of a run that left tasks without a result (``missing``); DataError with ``--finalize``."""
-        if self.config.is_part:
-            manifest = output_dir.read_published(directory, self.identity, self.sources)
-            if manifest is not None:  # no result is left, because another part has finished the cache
-                return _summary_of_finished(self.config, directory, manifest)
+        """Return the summary of a part of a job array while other tasks are missing; DataError with ``--finalize``."""
         if self.config.finalize:
             raise self._missing_shards_error(missing)
         own_results = [result for number, result in results.items() if self._is_own_task(number)]
@@ -290,7 +296,7 @@ class _Export:
         return ExportSummary.of(
             InputCounts.total(result.counts for result in own_results),
             sample_counts,
-            num_samples_by_split={},
+            num_samples_by_split={},  # known when the cache is finished
             length=output_dir.percentiles(output_dir.length_counts(own_results)),
             seconds=time.perf_counter() - self.started,
             output_dir=self.config.output_dir,
@@ -331,23 +337,20 @@ class _Export:
             for name in (TASKS_DIR, *manifest.splits):
                 storage.make_directory(storage.join(scratch, name))
             recreated_sha256 = self._recreate_shards(scratch, lock, damaged)
-            # Index and prefixes come after the shards of their split, which they are rebuilt from.
             for split, info in manifest.splits.items():
                 for shard in info.shards:
                     file = f"{split}/{shard.file}"
-                    if file not in damaged:
-                        continue
-                    if recreated_sha256.get(file) != shard.sha256:
-                        raise _differs_error(directory, file)
-                    target_path = storage.join(directory, file)
-                    with storage.open_read(storage.join(scratch, file)) as source, AtomicFile(target_path) as target:
-                        shutil.copyfileobj(source, target, _CHUNK_BYTES)
+                    if file in damaged:
+                        if recreated_sha256.get(file) != shard.sha256:
+                            raise _differs_error(directory, file)
+                        _copy(storage.join(scratch, file), storage.join(directory, file))
+                # These are rebuilt from the shards.
                 if f"{split}/{INDEX_NAME}" in damaged:
                     _rebuild_index(directory, manifest, split)
                 if f"{split}/{PREFIXES_NAME}" in damaged:
                     _rebuild_prefixes(directory, manifest, split, self.encoder())
         finally:
-            storage.remove(storage.join(directory, TASKS_DIR))
+            storage.remove(storage.join(directory, TASKS_DIR))  # ``scratch`` is in it
 
     def _recreate_shards(self, scratch: str, lock: DirectoryLock, damaged: Sequence[str]) -> dict[str, str]:
         """Write the shards of the tasks that have damaged ones to ``scratch``; return the SHA-256 of each by path."""
@@ -421,6 +424,12 @@ def _progress_report(progress: Progress, check_lock: Callable[[], None]) -> Repo
         progress.advance(rows, dropped=num_dropped, tokens=num_tokens, tokens_per_s=round(num_tokens / seconds))
 
     return report
+
+
+def _copy(path: str, target_path: str) -> None:
+    """Replace a file of the cache by a copy of another one."""
+    with storage.open_read(path) as source, AtomicFile(target_path) as target:
+        shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
 def _differs_error(directory: str, file: str) -> MismatchError:

@@ -121,12 +121,13 @@ def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding,
         if isinstance(row, Dropped) or isinstance(result, Dropped):
             drops.append(result)
             continue
-        prompt, _ = _hash_row(result, encoder.media_tokens)
-        prompts.setdefault(prompt, len(questions))
-        questions.append({"source": row.source, "row": row.row, "by": "prompt"})
+        place = {"source": row.source, "row": row.row}
+        prompt_hash, _ = _hash_row(result, encoder.media_tokens)
+        prompts.setdefault(prompt_hash, len(questions))
+        questions.append({**place, "by": "prompt"})
         text, ngrams = _text_of(row, encoder)
         texts.setdefault(text, (len(questions), ngrams))
-        questions.append({"source": row.source, "row": row.row, "by": "13-gram"})
+        questions.append({**place, "by": "13-gram"})
     if drops:
         progress.note(f"--check-against: {len(drops):,} unusable rows; the first: {drops[0].summary}")
     if not questions:
@@ -211,10 +212,7 @@ def hash_columns(
     held_out: HeldOut | None,
     finds_near_duplicates: bool = False,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each.
-
-    ``finds_near_duplicates``: compute the column ``signature``.
-    """
+    """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each."""
     columns_of_rows = _row_columns(rows, tokens, held_out)
     columns_of_rows["is_val"] = np.full(len(rows), split == VAL_SPLIT)
     columns_of_rows["signature"] = np.array(
@@ -301,10 +299,10 @@ def _empty_minhash() -> Any:
 
 
 def _near_duplicates(rows: _Rows, duplicates: _Positions, threshold: float) -> _Positions:
-    """Return for each row the first similar row of its split that is similar to none before it, (R,), or -1.
+    """Return for each row the first similar row of its split, (R,), or -1.
 
-    Similar: an estimated Jaccard similarity of their shingles of at least ``threshold``. ``duplicates``: see
-    ``_duplicates``; such rows are left out.
+    Similar rows share ``threshold`` or more of their shingles (estimated Jaccard similarity). Rows that repeat an
+    earlier row, exactly (``duplicates``) or nearly, are compared with none.
     """
     from datasketch import MinHashLSH
 
@@ -315,17 +313,22 @@ def _near_duplicates(rows: _Rows, duplicates: _Positions, threshold: float) -> _
         first_draws: dict[tuple[int, int], int] = {}  # of each row, which may be drawn repeatedly
         for i in np.flatnonzero((rows["is_val"] == is_val) & (duplicates < 0)).tolist():
             first_draw = first_draws.setdefault((rows["source"][i], rows["row"][i]), i)
-            if first_draw < i:
+            if first_draw == i:
+                near_duplicates[i] = _find_similar_or_insert(table, i, signatures, threshold)
+            else:
                 near_duplicates[i] = near_duplicates[first_draw]
-                continue
-            minhash = _empty_minhash().copy()
-            minhash.hashvalues = signatures[i]
-            candidates = sorted(table.query(minhash))
-            similar = (j for j in candidates if np.mean(signatures[i] == signatures[j]) >= threshold)
-            near_duplicates[i] = next(similar, -1)
-            if near_duplicates[i] < 0:
-                table.insert(i, minhash)
     return near_duplicates
+
+
+def _find_similar_or_insert(table: Any, i: int, signatures: Sequence[npt.NDArray[Any]], threshold: float) -> int:
+    """Return the first row in ``table`` that is similar to row ``i``; without one, insert row ``i`` and return -1."""
+    minhash = _empty_minhash().copy()
+    minhash.hashvalues = signatures[i]
+    for j in sorted(table.query(minhash)):
+        if np.mean(signatures[i] == signatures[j]) >= threshold:
+            return int(j)
+    table.insert(i, minhash)
+    return -1
 
 
 _VAL, _HELD_OUT = "val_overlap", "held_out_overlap"
@@ -334,10 +337,7 @@ _Positions = npt.NDArray[np.int64]
 
 
 def _related_rows(rows: _Rows, similarity: float | None) -> dict[str, npt.NDArray[np.integer[Any]]]:
-    """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none.
-
-    ``similarity``: of near-duplicates; None does not search them.
-    """
+    """Return the number of a related row or held-out question for each kind of finding and row, (R,); -1: none."""
     related = {_VAL: _val_overlaps(rows), "duplicate": _duplicates(rows), "conflict": _conflicts(rows)}
     if similarity is not None:
         related["near_duplicate"] = _near_duplicates(rows, related["duplicate"], similarity)
@@ -374,10 +374,7 @@ def _duplicates(rows: _Rows) -> _Positions:
 
 
 def _conflicts(rows: _Rows) -> _Positions:
-    """Return for each row a row with the same prompt and other content, (R,), or -1.
-
-    This is the first row with the prompt, and for rows equal to that, the first row that differs from it.
-    """
+    """Return for each row the first row with the same prompt and other content, (R,), or -1."""
     first = _first_equal(rows["prompt"])
     differs = rows["content"] != rows["content"][first]
     differing = np.flatnonzero(differs)
@@ -390,7 +387,7 @@ def _conflicts(rows: _Rows) -> _Positions:
 def compare(
     index: pa.Table, held_out: HeldOut | None, config: ExportConfig
 ) -> tuple[dict[str, int], list[str], list[tuple[int, Dropped]]]:
-    """Compare all rows; ``index``: joined parts of the tasks, with the columns ``HASHED_INDEX``.
+    """Compare all rows by their hashes; ``index`` has the columns ``HASHED_INDEX``.
 
     Return counts of findings by kind, lines of ``hygiene.jsonl``, and rows to drop, each with the position of its first
     sample in the index.
@@ -404,14 +401,14 @@ def compare(
     dropped_kinds = _dropped_kinds(config)
     has_finding = np.any([numbers >= 0 for numbers in related.values()], axis=0)
     for i in np.flatnonzero(has_finding).tolist():
-        row = _place(rows, sources, i)
-        numbers_by_kind = {kind: int(numbers[i]) for kind, numbers in related.items()}
-        matches = _matches(numbers_by_kind, rows, sources, questions)
-        reasons = [kind for kind in matches if kind in dropped_kinds]
-        if reasons:
-            drops.append((int(rows["first_sample"][i]), _dropped(row, reasons[0], matches[reasons[0]])))
-        for kind, match in matches.items():
-            lines.append(json.dumps({"kind": kind, **row, "of": match, "dropped": bool(reasons)}) + "\n")
+        place = _place(rows, sources, i)
+        findings = _findings(i, related, rows, sources, questions)
+        drop_reason = next((kind for kind in findings if kind in dropped_kinds), None)
+        if drop_reason is not None:
+            drops.append((int(rows["first_sample"][i]), _dropped(place, drop_reason, findings[drop_reason])))
+        for kind, related_place in findings.items():
+            line = {"kind": kind, **place, "of": related_place, "dropped": drop_reason is not None}
+            lines.append(json.dumps(line) + "\n")
     return counts, lines, drops
 
 
@@ -426,26 +423,24 @@ def _dropped_kinds(config: ExportConfig) -> list[str]:
     return [*kinds, "duplicate", "near_duplicate"] if config.on_duplicates == "drop" else kinds
 
 
-def _matches(
-    numbers: Mapping[str, int], rows: _Rows, sources: Sequence[str], questions: Sequence[dict[str, Any]]
+def _findings(
+    i: int, related: _Rows, rows: _Rows, sources: Sequence[str], questions: Sequence[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Describe the related row or question of each kind by its number; leave out kinds with -1."""
-    matches = {}
-    for kind, number in numbers.items():
+    """Return the places of the rows or the question that row ``i`` is related to, by kind of finding."""
+    findings = {}
+    for kind, numbers in related.items():
+        number = int(numbers[i])
         if number >= 0:
-            matches[kind] = questions[number] if kind == _HELD_OUT else _place(rows, sources, number)
-    return matches
+            findings[kind] = questions[number] if kind == _HELD_OUT else _place(rows, sources, number)
+    return findings
 
 
 def _rows_of(index: pa.Table) -> tuple[_Rows, list[str]]:
-    """Return columns of the R rows in ``HASHED_INDEX``, (R,) each, and the names of the numbered sources.
-
-    ``first_sample``: position of the row's first sample in the index.
-    """
+    """Return columns of the R rows in ``HASHED_INDEX``, (R,) each, and the names of the numbered sources."""
     source_numbers: dict[str, int] = {}
     columns = {name: index.column(name).to_numpy() for name, _ in _ROW_FIELDS if name != "source"}
     columns["source"] = number_names(index.column("source"), source_numbers)
-    columns["first_sample"] = np.arange(len(index))
+    columns["first_sample"] = np.arange(len(index))  # position in the index
     is_first = index.column("is_first").to_numpy()
     return {name: column[is_first] for name, column in columns.items()}, list(source_numbers)
 
@@ -456,12 +451,13 @@ def _place(rows: _Rows, sources: Sequence[str], i: int) -> dict[str, Any]:
     return {"split": split, "source": sources[rows["source"][i]], "row": int(rows["row"][i])}
 
 
-def _dropped(place: Mapping[str, Any], reason: str, match: Mapping[str, Any]) -> Dropped:
-    """Return the drop of the row at ``place``; ``match``: the other row or question."""
+def _dropped(place: Mapping[str, Any], reason: str, related_place: Mapping[str, Any]) -> Dropped:
+    """Return the drop of the row at ``place``, because of another row or a question."""
     relations = {"duplicate": "equals", "near_duplicate": "nearly equals"}
     relations["13-gram"] = "shares 13 consecutive tokens with"
-    relation = relations.get(match.get("by", reason), "has the prompt of")
-    return Dropped(place["source"], place["row"], reason, f"{relation} row {match['row']} of {match['source']}")
+    relation = relations.get(related_place.get("by", reason), "has the prompt of")
+    detail = f"{relation} row {related_place['row']} of {related_place['source']}"
+    return Dropped(place["source"], place["row"], reason, detail)
 
 
 def refuse_overlaps(config: ExportConfig, counts: Mapping[str, int], where: str) -> None:

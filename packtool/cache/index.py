@@ -124,22 +124,23 @@ def without_samples(batch: pa.RecordBatch, positions: Sequence[int]) -> pa.Recor
 def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordBatch:
     """Convert the prefixes of a batch to ``prefix_type``; fields that older caches lack become ``UNKNOWN``.
 
-    A batch with nulls, which no export writes, is returned unchanged.
+    Raises a KeyError if a field of ``OLD_PREFIX`` is missing. A batch with nulls, which no export writes, is kept.
     """
     lists = batch.column("prefixes")  # one list of prefixes for each sample
     if lists.type == pa.list_(prefix_type) or lists.null_count or lists.values.null_count:
         return batch
     prefixes = lists.flatten()
-    names = {field.name for field in (*prefixes.type, *OLD_PREFIX)}
+    existing = {field.name for field in prefixes.type}
+    old = {field.name for field in OLD_PREFIX}
     columns = []
     for field in prefix_type:
-        if field.name in names:
-            columns.append(prefixes.field(field.name))  # raises a KeyError if an old field is missing
+        if field.name in existing or field.name in old:
+            columns.append(prefixes.field(field.name))
         else:
             columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))
-    # If the batch is a slice, its offsets do not begin at 0, but those of the flattened prefixes do.
-    offsets = pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
     structs = pa.StructArray.from_arrays(columns, fields=list(prefix_type))
+    first_offset = lists.offsets[0].as_py()  # not 0 if the batch is a slice
+    offsets = pa.array(lists.offsets.to_numpy() - first_offset, pa.int32())
     return pa.record_batch([pa.ListArray.from_arrays(offsets, structs)], names=["prefixes"])
 
 

@@ -291,10 +291,7 @@ class LocalCopies:
     def index(
         self, directory: str, split: str, fingerprint: str, read: Callable[[str], T], name: str = INDEX_NAME
     ) -> T:
-        """Return ``read(copy)`` for the copy of a split's index, or of its file ``name``; fetch it if it is missing.
-
-        If ``read`` raises a MismatchError, the copy is fetched again, once.
-        """
+        """Return ``read(copy)`` for the copy of a split's index, or of its file ``name``; fetch it if it is missing."""
         path = storage.join(directory, split, name)
         state = storage.stat(path)
         tag = hashlib.sha256(f"{state.size} {state.modified} {path}".encode()).hexdigest()[:16]
@@ -316,15 +313,15 @@ class LocalCopies:
         """
         unfinished = copy + _UNFINISHED
         try:
-            while not _is_there(copy, size):
+            while not _has_size(copy, size):
                 os.makedirs(os.path.dirname(copy), exist_ok=True)
                 with locked(unfinished) as file:
-                    if not _has_path(file, unfinished):  # renamed or removed while this process waited: look again
-                        continue
-                    if _is_there(copy, size):  # another process fetched it before this one created the file
+                    if not _is_at_path(file, unfinished):
+                        continue  # the process that had the lock before has renamed or removed the file
+                    if _has_size(copy, size):  # another process fetched it before this one created the file
                         os.remove(unfinished)
                     else:
-                        self._fetch(path, copy, file, size, sha256)
+                        self._fetch(path, copy, file, size, sha256)  # renames the file to ``copy``
             with suppress(FileNotFoundError):
                 os.utime(copy)  # its time of modification is the time of its last use
         except OSError as error:
@@ -410,15 +407,16 @@ def _download(path: str, file: BinaryIO) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _is_there(path: str, size: int) -> bool:
+def _has_size(path: str, size: int) -> bool:
+    """Return whether a file exists and has this size."""
     try:
         return os.stat(path).st_size == size
     except FileNotFoundError:
         return False
 
 
-def _has_path(file: BinaryIO, path: str) -> bool:
-    """Return whether an open file still has a path."""
+def _is_at_path(file: BinaryIO, path: str) -> bool:
+    """Return whether an open file has not been renamed or removed."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

@@ -169,7 +169,6 @@ class DirectoryLock:
         return partial(_is_held, self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
-        """Take the lock and start the thread that renews it; raise a MismatchError if the directory is busy."""
         is_part = bool(self._holder.part)
         storage.make_directory(self._directory)
         try:
@@ -178,9 +177,9 @@ class DirectoryLock:
                 self._name = f"{_PREFIX}part-{self._holder.run}{_SUFFIX}"
                 storage.publish(storage.join(self._directory, self._name), self._holder.to_json())
             else:
-                self._take_next_number()
+                self._name = self._create_numbered()
             remove_stale(self._directory, own=self._name)
-            # A part and a whole export may have taken locks of different names at the same moment, so check again.
+            # Check again: a whole export and a part, whose locks have different names, may have begun together.
             refuse_if_busy(self._directory, is_part=is_part, own=self._name)
         except BaseException:
             self._release()
@@ -188,14 +187,14 @@ class DirectoryLock:
         self._thread.start()
         return self
 
-    def _take_next_number(self) -> None:
-        """Take a lock that excludes all others: its name has a number above those of the existing locks."""
-        while not self._name:  # another process may be faster, and take the same name first
+    def _create_numbered(self) -> str:
+        """Create a lock with a number above those of the existing locks; return its name."""
+        while True:
             refuse_if_busy(self._directory)
             numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]
             name = f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_SUFFIX}"
             if storage.publish_new(storage.join(self._directory, name), self._holder.to_json()):
-                self._name = name
+                return name  # else another process was faster
 
     def __exit__(self, *_: object) -> None:
         self._end.set()

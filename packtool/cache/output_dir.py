@@ -81,7 +81,7 @@ def _clear_tasks(directory: str) -> None:
 
 
 def read_published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> Manifest | None:
-    """Return the manifest of this export if another part of a job array has published it; else None."""
+    """Return the manifest of this export if another run has published it; else None."""
     manifest = _read_manifest(directory)
     return manifest if manifest and manifest.fingerprint == fingerprint_of(identity, sources) else None
 
@@ -263,10 +263,7 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
 
 @contextmanager
 def delayed_gc() -> Iterator[Callable[[], None]]:
-    """Disable garbage collection until the yielded function is called; later collections skip the objects made before.
-
-    These objects describe up to many thousand files and stay alive. Collection that is already disabled stays disabled.
-    """
+    """Disable garbage collection until the yielded function is called; later ones skip the objects made before."""
     if not gc.isenabled():
         yield lambda: None
         return
@@ -353,17 +350,18 @@ def compare_rows(
 
     ``directory``: of the tasks' files; None if they wrote none. Raises a DataError for ``--on-overlap fail``.
     """
-    # Copies, because ``_drop_rows`` changes the results that belong to the parts.
+    # Copies, which ``_drop_rows`` changes.
     results = [replace(result, splits=dict(result.splits), drops=list(result.drops)) for result in results]
-    parts = _index_parts(directory, results)
-    index = pa.Table.from_batches([batch for _, _, batch in parts], hygiene.HASHED_INDEX)
+    index_parts = _index_parts(directory, results)
+    index = pa.Table.from_batches([batch for _, _, batch in index_parts], hygiene.HASHED_INDEX)
     counts, lines, drops = hygiene.compare(index, held_out, config)
-    path = storage.join(directory or "--output-dir", hygiene.FILE_NAME)  # the user's option in messages of a dry run
+    shown_directory = "--output-dir" if directory is None else directory
+    path = storage.join(shown_directory, hygiene.FILE_NAME)
     if directory is not None and counts:
         check_lock()
         storage.publish(path, "".join(lines).encode())
     hygiene.refuse_overlaps(config, counts, path)
-    _drop_rows(parts, drops)
+    _drop_rows(index_parts, drops)
     return results, counts
 
 
@@ -478,15 +476,12 @@ def is_shard(path: str, state: storage.FileState | None, shard: SplitResult) -> 
 def _batches_of(
     directory: str | None, split: str, results: Sequence[TaskResult], *, of_prefixes: bool = False
 ) -> Iterator[tuple[TaskResult, pa.RecordBatch]]:
-    """Yield each task's result with the batches of its index of a split, or of its prefixes, without dropped samples.
-
-    ``directory`` is None for tasks that wrote nothing: their results contain the index.
-    """
+    """Yield the result of each task, and the batches of its index (or prefixes) of a split without dropped samples."""
     for result in results:
         split_result = result.splits.get(split)
         if split_result is None:
             continue
-        if directory is None:
+        if directory is None:  # the task wrote nothing
             data = result.indexes[split]
         elif of_prefixes:
             path = task_file(directory, result.number, f"{split}.prefixes.arrow")

@@ -88,7 +88,7 @@ class TaskSettings:
         directory: of the cache; None to count samples and write nothing.
         strict: raise an error at the first unusable row.
         has_parts: rows may become several samples.
-        is_locked: returns whether the lock is still held; called before shards are published. None without a lock.
+        holds_lock: returns whether the lock is still held; called before shards are published. None without a lock.
         held_out: questions of ``--check-against``.
         finds_near_duplicates: for ``--near-duplicates``.
     """
@@ -98,7 +98,7 @@ class TaskSettings:
     strict: bool
     has_parts: bool = False
     export: str = ""
-    is_locked: Callable[[], bool] | None = None
+    holds_lock: Callable[[], bool] | None = None
     held_out: HeldOut | None = None
     finds_near_duplicates: bool = False
 
@@ -305,23 +305,25 @@ class _Outputs:
             self._writers[split].write(samples)
 
     def commit(self) -> TaskResult:
-        """Publish the files, the marker last; return the complete result. MismatchError if the lock was lost."""
-        result = self.result
-        result.channels = list(self._channel_codes)  # in the order of their codes
-        directory = self._directory
-        if directory is None:  # a task that only counts
-            result.drops = self._drops[:_MAX_KEPT_DROPS]
-            result.indexes = {split: self._index_data(split) for split in self._index}
-            return result
-        is_locked = self._settings.is_locked
-        if is_locked is not None and not is_locked():
+        """Complete the result and return it; publish the files unless the task only counts."""
+        self.result.channels = list(self._channel_codes)  # in the order of their codes
+        if self._directory is None:
+            self.result.drops = self._drops[:_MAX_KEPT_DROPS]
+            self.result.indexes = {split: self._index_data(split) for split in self._index}
+        else:
+            self._publish_all(self._directory)
+        return self.result
+
+    def _publish_all(self, directory: str) -> None:
+        """Publish the files and set their checksums; the marker is the last. MismatchError if the lock was lost."""
+        holds_lock = self._settings.holds_lock
+        if holds_lock is not None and not holds_lock():
             raise lost_error(directory)
         for split in self._writers:
             self._publish_split(directory, split)
         if self._drops:
-            result.dropped_sha256 = self._publish(directory, "dropped.jsonl", "".join(self._drops).encode())
-        self._publish(directory, "json", result.to_json())  # the marker
-        return result
+            self.result.dropped_sha256 = self._publish(directory, "dropped.jsonl", "".join(self._drops).encode())
+        self._publish(directory, "json", self.result.to_json())  # the marker
 
     def _publish_split(self, directory: str, split: str) -> None:
         """Publish the shard of a split and the task's parts of index and prefixes; set their checksums."""
@@ -380,10 +382,7 @@ _TaskRows = tuple[SourceBlocks, tuple[int, ...], tuple[str, ...]]
 
 
 def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
-    """Divide the rows of all sources into tasks, the same for any number of processes.
-
-    ``--split-dataset-ratio`` of the rows of ``--dataset``, drawn at random from all, belong to the val split.
-    """
+    """Divide the rows of all sources into tasks, the same for any number of processes."""
     num_rows = sum(source.num_rows for source in scanned)
     even_rows = math.ceil(num_rows / _NUM_SHARDS)
     shard_rows = config.rows_per_shard or min(max(even_rows, MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
@@ -413,23 +412,23 @@ def _with_shards(rows_of_tasks: Sequence[_TaskRows]) -> list[Task]:
 def _rows_of_tasks(
     scanned: Sequence[ScannedSource], shard_rows: int, val_rows: npt.NDArray[np.int64]
 ) -> Iterator[_TaskRows]:
-    """Yield the rows of each task, at least ``shard_rows``; no task has rows of ``--dataset`` and ``--val-dataset``.
+    """Yield the rows of each task, at least ``shard_rows``, either of ``--dataset`` or of ``--val-dataset``.
 
-    ``val_rows``: those rows of ``--dataset`` that belong to the val split, ascending.
+    ``val_rows``: positions of the rows of ``--dataset`` that belong to the val split, ascending.
     """
     first_row = 0  # position of the task's first row among the rows of --dataset
     for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
         blocks_by_source = [(item.source, item.blocks) for item in sources if len(item.blocks)]
         for row_blocks in _divide(blocks_by_source, shard_rows):
-            if split == VAL_SPLIT:  # rows of --val-dataset
-                yield row_blocks, (), (VAL_SPLIT,)  # without a train shard, positions are not needed
+            if split == VAL_SPLIT:  # rows of --val-dataset, all for the val shard
+                yield row_blocks, (), (VAL_SPLIT,)
                 continue
-            end_row = first_row + sum(blocks.num_rows for _, blocks in row_blocks)
-            low, high = np.searchsorted(val_rows, (first_row, end_row))  # val_rows[low:high] are rows of this task
-            positions = tuple((val_rows[low:high] - first_row).tolist())
-            splits = (TRAIN_SPLIT, VAL_SPLIT) if positions else (TRAIN_SPLIT,)
-            yield row_blocks, positions, splits
-            first_row = end_row
+            stop_row = first_row + sum(blocks.num_rows for _, blocks in row_blocks)
+            start, stop = np.searchsorted(val_rows, (first_row, stop_row))
+            val_rows_of_task = tuple((val_rows[start:stop] - first_row).tolist())
+            splits = (TRAIN_SPLIT, VAL_SPLIT) if val_rows_of_task else (TRAIN_SPLIT,)
+            yield row_blocks, val_rows_of_task, splits
+            first_row = stop_row
 
 
 def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[SourceBlocks]:

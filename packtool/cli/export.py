@@ -100,7 +100,7 @@ def run_check(config: CheckConfig, invocation: Invocation) -> None:
     from packtool.rows.hubs import with_local_copies
 
     block_pandas()
-    on_overlap = "keep" if config.max_overlap is None else "drop"  # only dropped rows can be counted
+    on_overlap = "keep" if config.max_overlap is None else "drop"  # only dropped rows are counted
     export_config = with_local_copies(part_of(ExportConfig, config, output_dir="", dry_run=True, on_overlap=on_overlap))
     drops: list[str] = []
     with interruptible_progress() as progress:
@@ -109,12 +109,10 @@ def run_check(config: CheckConfig, invocation: Invocation) -> None:
     lines = markdown_lines(figures, config)
     invocation.show(figures, lines)
     _report_check(config, figures, lines)
-    if figures["passed"]:
-        return
-    problem, remedy = verdict(figures, config), "packtool explain CODE explains a reason."
-    if figures["num_dropped"] > figures["num_allowed"]:
-        raise DataError(problem, remedy, code="D009")
-    raise DataError(problem, remedy, code="D010")  # too many overlaps
+    if not figures["passed"]:
+        drops_too_many = figures["num_dropped"] > figures["num_allowed"]
+        code = "D009" if drops_too_many else "D010"  # or else rows overlap held-out ones
+        raise DataError(verdict(figures, config), "packtool explain CODE explains a reason.", code=code)
 
 
 def _report_check(config: CheckConfig, figures: Mapping[str, Any], lines: Sequence[str]) -> None:

@@ -97,47 +97,44 @@ T = TypeVar("T")
 def rewrite_arguments(
     arguments: Sequence[str],
     kinds: Mapping[str, ArgumentKind],
-    positional: str | None = None,
-    explain_unknown: Callable[[str, str | None], str | None] | None = None,
+    positional: str | None,
+    explain_unknown: Callable[[str, str | None], str | None],
 ) -> list[str]:
     """Rewrite a command line into the form that typer reads; a ConfigError names what is wrong.
 
     Args:
         kinds: of each option, by its name with dashes.
         positional: the option that gets values without an option's name.
-        explain_unknown: returns the error message for an unknown option and its value, or None to ignore them. By
-            default, unknown options and values without an option are left for typer to refuse.
+        explain_unknown: returns the error message for an unknown option and its value, or None to ignore them.
     """
     result: list[str] = []
     problems: list[str] = []
     index = 0
     while index < len(arguments):
         argument, following = arguments[index], arguments[index + 1 :]
-        if not argument.startswith("--") or argument == "--":
-            is_value = not argument.startswith("-")
-            result += [positional, argument] if positional and is_value else [argument]
-            if is_value and not positional and explain_unknown:
-                problems.append(_stray_value(arguments, index, kinds))
-            index += 1
-            continue
-        name, equals, value = argument.partition("=")
-        name = name.replace("_", "-")
-        kind = _kind_of_argument(name, kinds)
-        if kind == "unknown" and explain_unknown is None:
-            kind = "verbatim"
-        num_following = _num_values(kind, following, is_joined=bool(equals))
-        values = [value] if equals else []
-        values += following[:num_following]
-        index += 1 + num_following
-        if kind == "unknown" and explain_unknown is not None:
-            problem = explain_unknown(name, " ".join(values) if values else None)
-            if problem is not None:
-                problems.append(problem)
-            continue
-        try:
-            result += _option_words(name, kind, values, is_joined=bool(equals))
-        except ValueError as error:
-            problems.append(f"{name}: {error}")
+        num_values = 0
+        if argument.startswith("--") and argument != "--":
+            name, equals, joined_value = argument.partition("=")
+            name = name.replace("_", "-")
+            kind = _kind_of_argument(name, kinds)
+            num_values = _num_values(kind, following, is_joined=bool(equals))
+            values = [joined_value, *following[:num_values]] if equals else list(following[:num_values])
+            if kind == "unknown":
+                problem = explain_unknown(name, " ".join(values) if values else None)
+                if problem is not None:
+                    problems.append(problem)
+            else:
+                try:
+                    result += _option_words(name, kind, values, is_joined=bool(equals))
+                except ValueError as error:
+                    problems.append(f"{name}: {error}")
+        elif argument.startswith("-"):
+            result.append(argument)
+        elif positional is not None:
+            result += [positional, argument]
+        else:
+            problems.append(_stray_value(arguments, index, kinds))
+        index += 1 + num_values
     if problems:
         raise ConfigError.from_problems(problems)
     return result

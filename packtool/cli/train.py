@@ -187,19 +187,10 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
 def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     """Compare packed and single samples and print the report; exit with code 4 if they differ."""
-
-    def prepare(world: World) -> None:
-        """Check the model and the sequence parallel sizes, without samples, before other processes start."""
-        import numpy as np
-
-        from packtool.encode.model_files import ModelFiles
-        from packtool.train.prepare.parallelism import axes_of
-
-        axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))
-
     num_ranks = config.sequence_parallel_ranks
     torchrun: Literal["auto", "never"] = "auto" if num_ranks > 1 else "never"
-    world = launch_ranks(invocation.arguments, num_ranks, prepare, torchrun=torchrun, max_wait=config.ddp_timeout)
+    check = partial(_check_verify, config)
+    world = launch_ranks(invocation.arguments, num_ranks, check, torchrun=torchrun, max_wait=config.ddp_timeout)
     from packtool.report.results import verify_figures, verify_lines, write_page
 
     with imported_at_once():
@@ -215,6 +206,17 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
         lines.append(f"written: {config.html}")
     invocation.show(verify_figures(report), lines)
     report.raise_if_failed()
+
+
+def _check_verify(config: VerifyConfig, world: World) -> None:
+    """Raise a ConfigError if the model cannot be read, or its samples not be shared by the requested processes."""
+    import numpy as np
+
+    from packtool.encode.model_files import ModelFiles
+    from packtool.train.prepare.parallelism import axes_of
+
+    no_samples = np.zeros(0, np.int64)
+    axes_of(config, world, ModelFiles.load(config.model), no_samples)
 
 
 def run_merge(config: MergeConfig, invocation: Invocation) -> None:

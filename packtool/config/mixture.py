@@ -218,10 +218,7 @@ class Recipe:
 
 
 def unify_sources(recipe: Recipe) -> Recipe:
-    """Give every stage the sources of all stages in the same order; those it does not train have ``is_taken=False``.
-
-    A ConfigError names sources whose settings differ between stages. A path listed twice in a stage is two sources.
-    """
+    """Give every stage the sources of all stages in the same order; those it does not train have ``is_taken=False``."""
     sources_of_stages = [_sources_by_key(stage) for stage in recipe.stages]
     untaken_sources: dict[_SourceKey, SourceRecipe] = {}  # all sources, as in a stage that does not train them
     problems = []
@@ -340,12 +337,12 @@ class _RecipeParser:
         """Parse one stage; its keys replace those of ``defaults``, the keys of the file that all stages share."""
         self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
         recipe_keys = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
-        recipe_prefix = f"{key}." if "sources" in value else ""  # without them, the sources are those of the file
+        recipe_prefix = f"{key}." if "sources" in value else ""  # for problems: else the sources are the file's
         recipe = self.parse_recipe({**defaults, **recipe_keys}, recipe_prefix)
         until, until_share = self.parse_until(value.get("until"), f"{key}.until")
-        num_ranks = value.get("sequence_parallel_size")
-        if num_ranks is not None and not _is_positive_int(num_ranks):
-            self.report(f"{key}.sequence_parallel_size", f"{num_ranks!r} is not a number of ranks")
+        sequence_parallel_size = value.get("sequence_parallel_size")
+        if sequence_parallel_size is not None and not _is_positive_int(sequence_parallel_size):
+            self.report(f"{key}.sequence_parallel_size", f"{sequence_parallel_size!r} is not a number of ranks")
         packing_length = self.parse_length(value, "packing_length", f"{key}.")
         if recipe is None:
             return None
@@ -355,7 +352,7 @@ class _RecipeParser:
             until=until,
             until_share=until_share,
             packing_length=packing_length,
-            sequence_parallel_size=num_ranks,
+            sequence_parallel_size=sequence_parallel_size,
         )
 
     def parse_until(self, value: Any, key: str) -> tuple[int | None, float | None]:
@@ -409,9 +406,10 @@ class _RecipeParser:
         self.check_weights(sources, weight_units, temperature, prefix)
         if self.problems:
             return None
+        unit = weight_units[0] if weight_units else size_unit  # a recipe has either weights, all in one unit, or sizes
         return Recipe(
             sources=sources,
-            unit=cast("MixUnit", weight_units[0] if weight_units else size_unit),  # not both, as checked
+            unit=cast("MixUnit", unit),
             temperature=temperature,
             stop=self.options.mix_stop or "first",
             resample=self.options.resample,
@@ -457,11 +455,12 @@ class _RecipeParser:
         if not isinstance(path, str) or not path:
             self.report(f"{key}.path", "the directory of a cache is missing")
             return None, None
-        unit = self.parse_weight_unit(value, key)  # the key of the weight
+        unit = self.parse_weight_unit(value, key)
         loss_weight = self.parse_number(value, "loss_weight", prefix)
+        weight = None if unit is None else self.parse_number(value, unit, prefix)  # the unit is the weight's key
         source = SourceRecipe(
             path=path,
-            weight=None if unit is None else self.parse_number(value, unit, prefix),
+            weight=weight,
             loss_weight=1.0 if loss_weight is None else loss_weight,
             min_length=self.parse_length(value, "min_length", prefix),
             max_length=self.parse_length(value, "max_length", prefix),

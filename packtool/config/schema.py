@@ -77,15 +77,14 @@ def _value_schema(field: dataclasses.Field[Any], cls: type) -> Schema:
     generic = typing.get_origin(plain_type)  # None for ``int``, ``str``, ...
     if generic is Literal:
         return _choices_schema(typing.get_args(plain_type), annotations)
-    if generic is tuple:
+    if generic is tuple:  # a single value is a tuple of one
         item: Schema = {"type": ["string", "number", "boolean"]}
         return {"type": ["array", "string", "number", "boolean", "null"], "items": item}
     if generic is Mapping:
         return {"type": ["object", "string", "null"]}  # a string is read as JSON
     if plain_type is str:
         return {"type": ["string", "number", "boolean", "null"]}
-    accepts_number_of_layers = recomputed_layers in annotations  # or a boolean, or auto
-    if accepts_number_of_layers:
+    if recomputed_layers in annotations:  # parses a boolean, auto, or a number of layers
         return {"type": ["boolean", "integer", "string", "null"], "minimum": 0}
     if plain_type is bool:
         return _words_schema([True, False], [*TRUE_WORDS, *FALSE_WORDS])

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, NoReturn
 
 from packtool.errors import ConfigError
 from packtool.launch.world import World, is_launched
@@ -42,7 +42,7 @@ class Processes:
     per_node: int = 1
     num_nodes: int = 1
     node_rank: int = 0
-    address: str | None = None
+    address: str = _THIS_MACHINE
     port: int | None = None
 
     @property
@@ -58,12 +58,13 @@ class Processes:
         num_nodes = _number_from(environ, "NNODES", problems, default=1, minimum=1)
         node_rank = _number_from(environ, "NODE_RANK", problems, default=0, minimum=0)
         port = _number_from(environ, "MASTER_PORT", problems, default=0, minimum=1, maximum=_MAX_PORT)
-        address = environ.get("MASTER_ADDR") or None
+        # The name of a single machine is not used: it may not resolve.
+        address = environ.get("MASTER_ADDR", "") if num_nodes > 1 else _THIS_MACHINE
         if node_rank >= num_nodes:
             problems.append(f"NODE_RANK={node_rank}: with NNODES={num_nodes} it must be below {num_nodes}")
         if num_nodes > 1 and not environ.get("NODE_RANK"):
             problems.append(f"NODE_RANK is missing: with NNODES={num_nodes} give each machine its number, from 0 on")
-        if num_nodes > 1 and address is None:
+        if not address:
             problems.append(f"MASTER_ADDR is missing: with NNODES={num_nodes} it names the machine with NODE_RANK=0")
         if problems:
             raise ConfigError.from_problems(problems)
@@ -75,32 +76,19 @@ def environment_of_one_process() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("NPROC_PER_NODE", "NNODES")}
 
 
-def launch_command(
-    arguments: Sequence[str], environ: Mapping[str, str], *, launches_single: bool = False, max_wait: int | None = None
-) -> list[str] | None:
-    """Return the torchrun command that runs ``packtool ARGUMENTS`` in all processes of this machine.
-
-    None inside torchrun, and for a single process unless ``launches_single``. ``max_wait``: seconds to wait for other
-    machines.
-    """
-    if is_launched(environ):
-        return None
+def launch_command(arguments: Sequence[str], environ: Mapping[str, str], *, max_wait: int | None = None) -> list[str]:
+    """Return the torchrun command that runs ``packtool ARGUMENTS`` in all processes of this machine."""
     processes = Processes.from_environment(environ)
-    is_needed = processes.total > 1 or launches_single
-    if not is_needed:
-        return None
+    is_single_machine = processes.num_nodes == 1
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
-    address = _THIS_MACHINE  # of a single machine, whose own name may not resolve
-    if processes.num_nodes == 1:
-        options += ["--local-addr", address]
+    if is_single_machine:
+        options += ["--local-addr", processes.address]
     else:
-        assert processes.address is not None, "required for several machines"
-        address = processes.address
         options += ["--rdzv-conf", f"timeout={max_wait or _DEFAULT_WAIT_SECONDS}"]
-    if processes.num_nodes == 1 and processes.port is None:
+    if is_single_machine and processes.port is None:
         options.append("--standalone")  # torchrun chooses a free port, so that two jobs do not meet by accident
     else:
-        options += ["--node-rank", str(processes.node_rank), "--master-addr", address]
+        options += ["--node-rank", str(processes.node_rank), "--master-addr", processes.address]
         options += ["--master-port", str(processes.port or _DEFAULT_PORT)]
     return [sys.executable, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
 
@@ -147,13 +135,9 @@ def _has_launcher_ended() -> bool:
     return False
 
 
-def launch_if_requested(
-    arguments: Sequence[str], *, launches_single: bool = False, max_wait: int | None = None
-) -> None:
-    """Replace this process by torchrun if ``launch_command`` returns a command for these arguments."""
-    command = launch_command(arguments, os.environ, launches_single=launches_single, max_wait=max_wait)
-    if command is None:
-        return
+def exec_torchrun(arguments: Sequence[str], *, max_wait: int | None = None) -> NoReturn:
+    """Replace this process by torchrun, which runs ``packtool ARGUMENTS`` in all processes of this machine."""
+    command = launch_command(arguments, os.environ, max_wait=max_wait)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = max(1, num_cores // Processes.from_environment(os.environ).per_node)
     # exec keeps the process id.
@@ -190,7 +174,7 @@ def launch_ranks(
     torchrun: Literal["auto", "always", "never"] = "auto",
     max_wait: int | None = None,
 ) -> World:
-    """Return the rank of this process, or replace the process by torchrun, which runs packtool in every rank.
+    """Return the rank of this process; if torchrun must be started first, this process becomes torchrun instead.
 
     Args:
         prepare: called with rank 0 before processes are started, to report problems once.
@@ -206,7 +190,7 @@ def launch_ranks(
     first_rank = World(rank=0, size=num_processes).shared_by(sequence_parallel_size)
     if torchrun == "always" or (torchrun == "auto" and num_processes > 1):
         prepare(first_rank)
-        launch_if_requested(arguments, launches_single=True, max_wait=max_wait)
+        exec_torchrun(arguments, max_wait=max_wait)
     return first_rank
 
 

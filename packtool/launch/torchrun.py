@@ -147,7 +147,7 @@ class LauncherGroup:
             "beat": 0,  # number of writes: a machine whose beat stops is dead or disconnected
             "end": None,  # at the end: exit code and reason
         }
-        # Published by node 0: all records by node rank, and once all launchers are there, the ids of this run's.
+        # Published by node 0, by node rank: records, and once all launchers have met, the ids of their records.
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
         self._have_all_met = threading.Event()
         self._is_leaving = threading.Event()
@@ -160,7 +160,7 @@ class LauncherGroup:
         self._port_error: ConfigError | None = None  # on node 0, if the port is in use
         self._serves_store = False
         self._last_beats: dict[str, tuple[str, int]] = {}  # on node 0, by node rank: id and beat
-        self._beat_times: dict[str, float] = {}  # when they changed
+        self._last_beat_times: dict[str, float] = {}  # on node 0, by node rank
 
         # Failures of other machines, and lines about waiting for them:
         self._failure_seen_at: float | None = None
@@ -198,34 +198,33 @@ class LauncherGroup:
     def leave(self, code: int, reason: str = "") -> None:
         """Publish this machine's exit code and the reason of its failure, and wait until the others have read them.
 
-        A failure without a reason may follow that of another machine, which is then printed.
+        If the reason is unknown, another machine may have failed first: its failure is awaited and printed.
         """
         self._is_leaving.set()
         self._thread.join()
         if not self._have_all_met.is_set():
             return
         self._record["end"] = {"code": code, "reason": reason}
-        needs_cause = code == EXIT_UNEXPECTED and not reason
+        is_unexplained = code == EXIT_UNEXPECTED and not reason
         deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline:
             self._exchange()
-            is_cause_found = bool(self._failures()) or not needs_cause
-            if is_cause_found and not self._is_store_needed():
+            awaits_failure = is_unexplained and not self._failures()
+            if not awaits_failure and not self._is_store_needed():
                 break
             time.sleep(_BEAT_SECONDS / 2)
-        if needs_cause:
+        if is_unexplained:
             for failure in self._failures().values():
-                is_printed = failure in self._printed_status
-                if not is_printed:
+                if failure not in self._printed_status:
                     show(f"{self.title}: {failure}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
 
     def _is_store_needed(self) -> bool:
-        """Return whether this is node 0, which serves the store, and another launcher is still running."""
+        """Return whether this is node 0, which serves the store, and another launcher still runs and reads it."""
         num_succeeded = sum(_exit_code(record) == 0 for _, record in self._other_nodes())
-        num_others = self.num_nodes - 1
-        return self.rank == 0 and num_succeeded + len(self._failures()) < num_others
+        num_ended = num_succeeded + len(self._failures())
+        return self.rank == 0 and num_ended < self.num_nodes - 1
 
     def _exchange_until_leaving(self) -> None:
         """Exchange records every second until ``leave`` is called; runs in a thread."""
@@ -236,7 +235,7 @@ class LauncherGroup:
                 self._end_stuck_ranks()
 
     def _exchange(self) -> None:
-        """Write this machine's record and update ``_state``; after an error, the next call connects again."""
+        """Write this machine's record to the store, and update ``_state``; connect first if necessary."""
         try:
             store = self._store or self._connect()
             self._record["beat"] += 1
@@ -248,13 +247,13 @@ class LauncherGroup:
                 self._state = load_json(store.get(_STATE_KEY))
             self._store = store
         except (DistError, OSError, RuntimeError) as error:
-            self._store = None
+            self._store = None  # the next call connects again
             message = getattr(error, "strerror", None) or str(error)
             self._store_error = message.splitlines()[0]
             return
-        self._check_met_launchers()
+        self._check_meeting()
 
-    def _check_met_launchers(self) -> None:
+    def _check_meeting(self) -> None:
         """Notice that all launchers have met, or that afterwards another run has taken the address."""
         id_by_node = self._state["met"] or {}
         if id_by_node.get(str(self.rank)) == self._record["id"]:
@@ -308,8 +307,8 @@ class LauncherGroup:
         beat = record["id"], record["beat"]
         if self._last_beats.get(rank) != beat:
             self._last_beats[rank] = beat
-            self._beat_times[rank] = now
-        return now - self._beat_times[rank]
+            self._last_beat_times[rank] = now
+        return now - self._last_beat_times[rank]
 
     def _missing_nodes(self) -> list[int]:
         """Return the numbers of the machines without a live launcher."""
@@ -385,26 +384,28 @@ class LauncherGroup:
 
     def _end_stuck_ranks(self) -> None:
         """End this machine's ranks some time after another machine has failed, if they do not end themselves."""
-        now = time.monotonic()
         has_ranks = any(_ranks())
         self._has_started_ranks |= has_ranks
         if not self._failures():
             self._failure_seen_at = None
             return
+        now = time.monotonic()
         if self._failure_seen_at is None:
             self._failure_seen_at = now
-        patience = self.max_wait_seconds
-        # A machine that only does not answer may come back, so that the ranks can go on; one with an exit code may not.
-        if not has_ranks or any(_exit_code(record) for _, record in self._other_nodes()):
-            patience = min(_GRACE_SECONDS, patience)
-        deadline = self._failure_seen_at + patience
+        deadline = self._failure_seen_at + self._patience(has_ranks=has_ranks)
         if now < deadline:
             return
         if has_ranks:
             _signal_ranks(signal.SIGTERM if now < deadline + _KILL_SECONDS else signal.SIGKILL)
-        elif not self._has_started_ranks:  # the main thread may be waiting inside torch's store
+        elif not self._has_started_ranks:  # the main thread may wait inside torch's store
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
+
+    def _patience(self, *, has_ranks: bool) -> float:
+        """Return the seconds from the failure of another machine until this one's ranks are ended."""
+        has_exited = any(_exit_code(record) for _, record in self._other_nodes())
+        may_recover = has_ranks and not has_exited  # the other machine does not answer: perhaps it will
+        return self.max_wait_seconds if may_recover else min(_GRACE_SECONDS, self.max_wait_seconds)
 
 
 def _exit_code(record: dict[str, Any]) -> int | None:
@@ -420,10 +421,7 @@ def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
 
 
 def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun, on several machines after all launchers have met; return the exit code.
-
-    It is that of the first process that failed, or 128 + n for signal n.
-    """
+    """Run torchrun after all launchers have met; return the first failed process's exit code, 128 + n for signal n."""
     # The failed process has printed the problem; torchrun would add a table and a stack trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     forwarder = SignalForwarder()

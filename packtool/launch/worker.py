@@ -151,7 +151,7 @@ class WorkerPool(Generic[Job, Result]):
         num_ahead = num_ahead or 2 * self.num_proc
         num_submitted = num_yielded = 0
         messages: SimpleQueue[tuple[int, Message]] = SimpleQueue()
-        outcomes: dict[int, Message] = {}  # of finished jobs, by number
+        outcomes: dict[int, Message] = {}  # by position in the results
         while True:
             num_pending = num_submitted - num_yielded
             for job in islice(remaining_jobs, num_ahead - num_pending):
@@ -160,18 +160,10 @@ class WorkerPool(Generic[Job, Result]):
                 num_submitted += 1
             if num_yielded == num_submitted:
                 return
-            next_number = num_yielded
-            while next_number not in outcomes:
-                # With a timeout, because a signal that another thread receives does not interrupt the wait.
-                with contextlib.suppress(Empty):
-                    number, (kind, content) = messages.get(timeout=_POLL_S)
-                    if kind != "progress":
-                        outcomes[number] = kind, content
-                        if not in_order:
-                            next_number = number
-                    elif report is not None:
-                        report(*content)
-            kind, content = outcomes.pop(next_number)
+            while num_yielded not in outcomes:
+                job_number, outcome = _next_outcome(messages, report)
+                outcomes[job_number if in_order else num_yielded] = outcome
+            kind, content = outcomes.pop(num_yielded)
             if kind == "error":
                 raise content
             num_yielded += 1
@@ -197,6 +189,18 @@ class WorkerPool(Generic[Job, Result]):
                             messages.put((number, (kind, content)))
                 except Exception as error:  # the job cannot be pickled, or its result cannot be unpickled
                     messages.put((number, ("error", error)))
+
+
+def _next_outcome(messages: SimpleQueue[tuple[int, Message]], report: Report | None) -> tuple[int, Message]:
+    """Wait until a job is finished; return its number and outcome. Progress of jobs goes to ``report``."""
+    while True:
+        # With a timeout, because a signal that another thread receives does not interrupt the wait.
+        with contextlib.suppress(Empty):
+            number, (kind, content) = messages.get(timeout=_POLL_S)
+            if kind != "progress":
+                return number, (kind, content)
+            if report is not None:
+                report(*content)
 
 
 def _receive(pipe: Connection) -> Message:

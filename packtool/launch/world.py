@@ -16,10 +16,9 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 
 
-def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether torchrun has started this process, according to its environment or ``environ``."""
-    values = os.environ if environ is None else environ
-    return any(values.get(name) for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"))
+def is_launched() -> bool:
+    """Return whether torchrun has started this process."""
+    return any(os.environ.get(name) for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"))
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,12 @@ class Batches(Dataset[dict[str, Any]]):
             pad_to_multiple_of=self._run.length_multiple,
         )
         self._planned_epoch = lru_cache(maxsize=2)(self._compute_epoch)  # two, for steps around the end of an epoch
-        self._first_step = self._run.state.all_assignments[-1].first_step  # of micro-batch 0
+        current_assignment = self._run.state.all_assignments[-1]  # of the remaining packs to ranks
+        self._first_step = current_assignment.first_step  # of micro-batch 0
         self._first_epoch, _ = self._timeline.locate(self._first_step)
         self._count_micro_batches()
-        self._start_number = 0  # of the micro-batch with which the next iteration starts
-        self._num_returned = 0  # number of the micro-batch after the one that was returned last
+        self._start_number = 0  # of the first micro-batch of the next iteration
+        self._next_number = 0  # of the micro-batch after the one that was returned last
 
     @property
     def num_steps(self) -> int:
@@ -162,7 +163,7 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the micro-batches from the position of ``load_state_dict`` on, else from the first."""
-        self._num_returned = self._start_number
+        self._next_number = self._start_number
         numbers = range(self._start_number, len(self))
         batches = load_micro_batches(
             self._tensors,
@@ -171,7 +172,7 @@ class Batches(Dataset[dict[str, Any]]):
             pin_memory=torch.cuda.is_available(),
         )
         for number, batch in zip(numbers, batches, strict=True):
-            self._num_returned = number + 1
+            self._next_number = number + 1
             if (problem := batch.media_reads.problem) is not None:
                 warnings.warn(f"media_cache: nothing more is added to the cache: {problem}", stacklevel=2)
             moved = batch if self.device is None else batch.to(self.device, non_blocking=True)
@@ -184,10 +185,10 @@ class Batches(Dataset[dict[str, Any]]):
         It is the same on all ranks.
         """
         num_steps_done, ends_step = self._first_step, True
-        if self._num_returned:
-            last_step, ends_step = self._step_of(self._num_returned - 1)
+        if self._next_number:
+            last_step, ends_step = self._step_of(self._next_number - 1)
             num_steps_done = last_step + 1 if ends_step else last_step
-        position = {"micro_batch": self._num_returned, "of_all_ranks": self.rank == "all", "ends_step": ends_step}
+        position = {"micro_batch": self._next_number, "of_all_ranks": self.rank == "all", "ends_step": ends_step}
         run = asdict(replace(self._run.state, step=num_steps_done))
         run["assignments"] = tuple(map(tuple, run["assignments"]))  # plain, for ``torch.load`` with ``weights_only``
         return {**position, "run": run}
@@ -221,7 +222,7 @@ class Batches(Dataset[dict[str, Any]]):
         if is_reassigned or saved_run.assignments != own_run.assignments:
             self._prepare(saved_run)
         self._start_number = 0 if is_reassigned else num_returned  # reassigned micro-batches have new numbers
-        self._num_returned = self._start_number
+        self._next_number = self._start_number
 
     def _count_micro_batches(self) -> None:
         """Count the micro-batches of one rank in the E epochs of the run, from ``_first_step`` on.
@@ -295,16 +296,14 @@ class Batches(Dataset[dict[str, Any]]):
 
     def _model_kwargs(self, number: int, batch: Batch) -> dict[str, Any]:
         """Return collated micro-batch ``number`` as keyword arguments of the model, with the targets of its loss."""
-        epoch, step_in_epoch, *_ = self._locate(number)
-        _, loss_divisors = self._planned_epoch(epoch)
         step, ends_step = self._step_of(number)
-        shifted_labels = batch.labels  # the label of a token is the next token, and the last label is -100
+        shift_labels = batch.labels  # of each token the next one; the last label is -100
         targets = Targets(
-            labels=shifted_labels,
+            labels=shift_labels,
             weights=batch.loss_weights,
             positions=label_positions(batch),
             num_targets=batch.num_target_tokens,
-            num_items=int(loss_divisors[step_in_epoch]),
+            num_items=self._loss_divisor(number),
             world_size=self.plan.world_size,
             step=step,
             ends_step=ends_step,
@@ -312,10 +311,15 @@ class Batches(Dataset[dict[str, Any]]):
         return {
             **batch.model_inputs(),
             "logits_to_keep": targets.positions,
-            "labels": shifted_labels.roll(1, dims=1),  # not shifted: the last label, -100, becomes the first
-            "shift_labels": shifted_labels,
+            "labels": shift_labels.roll(1, dims=1),  # of each token itself; the first label is -100
+            "shift_labels": shift_labels,
             "targets": targets,
         }
+
+    def _loss_divisor(self, number: int) -> int:
+        epoch, step_in_epoch, _, _ = self._locate(number)
+        _, loss_divisors = self._planned_epoch(epoch)
+        return int(loss_divisors[step_in_epoch])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle plan and options, from which another process prepares the same micro-batches."""
@@ -337,10 +341,7 @@ def _parse_state(state: Mapping[str, Any]) -> tuple[RunState, int, bool, bool]:
 
 
 def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings with which ``packtool train`` would train these batches: the plan's, updated by ``options``.
-
-    ConfigError for a plan or an option that ``Batches`` does not support.
-    """
+    """Return the settings with which ``packtool train`` would train these batches: of the plan and ``options``."""
     config = plan.config
     reader = plan.preview.inputs.reader
     if reader is None:

@@ -359,8 +359,7 @@ def damage_lines(figures: Figures) -> Iterator[str]:
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
     """Describe a pack of a saved plan as a tree of shared prefixes and samples.
 
-    ``model`` is the model's directory, by default that of the export; only read to locate media in shared prefixes. In
-    the result, ``tokens_without`` is the number of tokens if nothing were shared.
+    ``model``: directory of the model, by default that of the export; read only to locate media in shared prefixes.
     """
     reader = CacheReader.open([directory])
     saved_plan = read_plan_of(reader, plan)
@@ -378,7 +377,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     return {
         "pack": pack,
         "tokens": sum(branch.num_tokens for branch in branches),
-        "tokens_without": sum(sample.length for sample in samples),
+        "tokens_without": sum(sample.length for sample in samples),  # without sharing
         "packing_length": saved_plan.capacity,
         "prefixes": prefixes,
         "samples": sample_figures,
@@ -400,25 +399,23 @@ def _branch_figures(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return figures of the shared prefixes of a pack, and of the tokens that each sample adds to them.
 
-    ``start`` and ``end`` are the range of a branch's tokens in the pack, ``positions`` the first and the last in each
-    of its samples, ``prefix`` the number of the prefix before it. ``branches`` are parents first; without
-    ``media_tokens``, all media of a sample are in its branch.
+    ``start`` and ``end`` are a range in the pack, and ``positions`` those of its first and last token in each sample.
+    ``prefix`` is the number of the prefix that it continues.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []
-    prefix_numbers: dict[int, int | None] = {NOTHING: None}  # by the index of the branch; NOTHING: no parent
+    prefix_numbers: dict[int, int] = {}  # by the index of the branch
     pack_start = 0
     for index, branch in enumerate(branches):
         branch_samples = samples[branch.first_sample : branch.stop_sample]
         branch_numbers = sample_numbers[branch.first_sample : branch.stop_sample]
-        media = _media_of_branch(branch, branch_samples[0], media_tokens)
         figures = {
             "start": pack_start,
             "end": pack_start + branch.num_tokens,
             "positions": [branch.start, branch.stop - 1],
-            "prefix": prefix_numbers[branch.parent],
+            "prefix": None if branch.parent == NOTHING else prefix_numbers[branch.parent],
             "trained": _trained_ranges(branch, branch_samples, pack_start),
-            "media": [medium_text(medium) for medium in media],
+            "media": _media_texts(branch, branch_samples[0], media_tokens),
         }
         if branch.num_samples > 1:
             prefix_numbers[index] = len(prefixes)
@@ -438,11 +435,12 @@ def _trained_ranges(branch: Branch, samples: Sequence[EncodedSample], pack_start
     return ranges
 
 
-def _media_of_branch(branch: Branch, sample: EncodedSample, media_tokens: MediaTokens | None) -> Sequence[Medium]:
-    """Return the media in a branch of a sample; without ``media_tokens``, all media of the sample are in it."""
+def _media_texts(branch: Branch, sample: EncodedSample, media_tokens: MediaTokens | None) -> list[str]:
+    """Describe the media in a branch of a sample, or all of the sample without ``media_tokens``."""
     if media_tokens is None:
-        return sample.media
-    return [span.medium for span in media_spans(sample, media_tokens) if branch.start <= span.start < branch.stop]
+        return [medium_text(medium) for medium in sample.media]
+    spans = media_spans(sample, media_tokens)
+    return [medium_text(span.medium) for span in spans if branch.start <= span.start < branch.stop]
 
 
 def _origin_figures(number: int, sample: EncodedSample) -> dict[str, Any]:
@@ -463,25 +461,23 @@ def pack_lines(pack: Figures) -> Iterator[str]:
 
 def _tree_lines(nodes: Sequence[Figures]) -> Iterator[str]:
     """Yield the lines of trees of prefixes and samples, parents first."""
-    last_child = {node["prefix"]: node for node in nodes}  # by the number of the parent
-    child_indents: dict[int | None, str] = {None: ""}  # by the number of the parent, in the order of the prefixes
-    num_prefixes = 0
+    last_children = {node["prefix"]: node for node in nodes}  # by the number of the parent
+    child_indents: list[str] = []  # of each prefix
     for node in nodes:
-        parent = node["prefix"]
-        branch = below = ""
-        if parent is not None:
-            branch, below = ("└─ ", "   ") if last_child[parent] is node else ("├─ ", "│  ")
-        indent = child_indents[parent] + branch
-        indent_below = child_indents[parent] + below
-        is_prefix = "samples" in node
-        if is_prefix:
-            child_indents[num_prefixes] = indent_below
-            num_prefixes += 1
+        indent = indent_below = ""
+        if node["prefix"] is not None:
+            is_last = last_children[node["prefix"]] is node
+            parent_indent = child_indents[node["prefix"]]
+            indent = parent_indent + ("└─ " if is_last else "├─ ")
+            indent_below = parent_indent + ("   " if is_last else "│  ")
         first, last = node["positions"]
         yield f"  {indent}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {_node_name(node)}"
+        is_prefix = "samples" in node
         details = _node_details(node)
         if details:
             yield f"  {indent_below}{'│  ' if is_prefix else '    '}{details}"
+        if is_prefix:
+            child_indents.append(indent_below)
 
 
 def _node_name(node: Figures) -> str:

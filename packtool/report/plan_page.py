@@ -105,7 +105,7 @@ def _dropped_counts(preview: Preview) -> list[tuple[str, int]]:
 
 def _mixture_content(preview: Preview, figures: Figures) -> dict[str, Any] | None:
     """Return the counts and shares of each source, in the epoch or in all stages of a run; None without a mixture."""
-    mixture = preview.first_inputs.mixture  # all stages have its sources
+    mixture = preview.first_inputs.mixture  # its sources are those of all stages
     if preview.counts_of_steps is None or mixture is None:
         return None
     counts, sources = preview.counts_of_steps, figures["sources"]
@@ -113,16 +113,17 @@ def _mixture_content(preview: Preview, figures: Figures) -> dict[str, Any] | Non
     if figures["stages"]:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
-        sources = share_figures(added(by_name(stage.source_counts(), stage.mixture) for stage in timeline.stages))
+        counts_of_stages = [by_name(stage.source_counts(), stage.mixture) for stage in timeline.stages]
+        sources = share_figures(added(counts_of_stages))
         stages = [_stage_content(stage, timeline.num_steps) for stage in figures["stages"]]
     num_steps = len(counts)
     steps_per_interval = _steps_per_interval(num_steps)
-    unit_counts = counts[:, :, UNITS.index(mixture.unit)]  # (steps, sources)
+    counts_in_unit = counts[:, :, UNITS.index(mixture.unit)]  # (steps, sources)
     heading, *rows = source_rows(sources)
     return {
         "heading": heading,
         "rows": rows,
-        "shares": _interval_shares(unit_counts, mixture.names, list(sources), steps_per_interval),
+        "shares": _interval_shares(counts_in_unit, mixture.names, list(sources), steps_per_interval),
         "unit": mixture.unit.replace("_", " "),
         "steps_per_interval": steps_per_interval,
         "num_steps": num_steps,
@@ -204,7 +205,7 @@ def _shared_content(packs: PackPlan, figures: Figures) -> dict[str, Any] | None:
 
 
 def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> list[tuple[str, str, list[Branch]]]:
-    """Return (name, note, branches) of the tree that saves most tokens and of the median one of those that save any.
+    """Return (name, note, branches) of the best and of the median one of the trees that save tokens.
 
     ``shared``: tokens that each sample shares with the sample before it, (N,); a tree begins where this is 0.
     """
@@ -212,12 +213,12 @@ def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> lis
     stops = np.append(starts[1:], packs.num_samples)
     tokens_saved = np.add.reduceat(shared, starts, dtype=np.int64)
     num_saving = int(np.count_nonzero(tokens_saved))  # trees of a single sample save nothing
-    saving = np.argsort(-tokens_saved, kind="stable")[:num_saving]
+    saving_trees = np.argsort(-tokens_saved, kind="stable")[:num_saving]  # the best first
     examples = []
     if num_saving > 0:
-        examples.append(("The tree that saves most", saving[0]))
+        examples.append(("The tree that saves most", saving_trees[0]))
     if num_saving > 1:
-        examples.append(("The median tree", saving[num_saving // 2]))
+        examples.append(("The median tree", saving_trees[num_saving // 2]))
     trees = []
     for name, tree in examples:
         start, stop = int(starts[tree]), int(stops[tree])
@@ -252,28 +253,37 @@ def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
 
 def page(content: Figures) -> str:
     """Return the page as HTML; ``content`` is the result of ``page_content``."""
-    mixture, balance, capacity = content["mixture"], content["balance"], content["capacity"]
+    mixture, capacity, shared = content["mixture"], content["capacity"], content["shared"]
     num_samples, num_packs = sum(content["lengths"].counts), sum(content["fills"].counts)
     is_packed = num_samples > num_packs
     figures, fingerprints = _split_fingerprints(content["figures"])
     pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
-    trees = content["shared"]["trees"] if content["shared"] else []
     return render(
         "plan.html",
         plan=content,
         is_packed=is_packed,
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
-        balance=balance_chart(*balance) if balance else None,
-        is_round_robin=balance is None or list(balance[0]) == list(balance[1]),
         figures=figures,
         commands=[*content["commands"], *fingerprints],
         lengths=histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
         fills=histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
-        trees=[(name, note, tree_drawing(branches)) for name, note, branches in trees],
+        trees=[(name, note, tree_drawing(branches)) for name, note, branches in shared["trees"]] if shared else [],
+        **_balance_chart_of(content["balance"]),
         **_use_of_samples(content["sample_counts"]),
         **_pack_drawings(content["packs"], capacity, batch_size=content["without_packing"]["rows"]),
     )
+
+
+def _balance_chart_of(balance: tuple[list[float], list[float]] | None) -> dict[str, Any]:
+    """Return the chart of the load balance, and whether packs are assigned to ranks in turn.
+
+    ``balance``: imbalance of each step if they were, and as planned; None for a single rank.
+    """
+    if balance is None:
+        return {"balance": None, "is_round_robin": True}
+    in_turn, planned = balance
+    return {"balance": balance_chart(in_turn, planned), "is_round_robin": list(in_turn) == list(planned)}
 
 
 def _use_of_samples(sample_counts: Sequence[tuple[str, int]]) -> dict[str, Any]:

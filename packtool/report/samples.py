@@ -64,7 +64,7 @@ class ShownPacks:
     """The packs of a plan that pages show: ordered by step, rank and micro-batch if the plan has these.
 
     They have about ``max_samples`` and are evenly spaced over the plan. If it has steps, all packs of evenly spaced
-    steps are shown, unless a single step exceeds this number. ``numbers`` (K,) are their numbers in the plan.
+    steps are shown, unless a single step exceeds this number. ``numbers``, (K,), are the packs' numbers in the plan.
     """
 
     def __init__(self, plan: SavedPlan, max_samples: int) -> None:
@@ -120,7 +120,7 @@ class ShownPacks:
         }
 
     def _steps(self) -> dict[str, Int64Array]:
-        """Return figures of the S steps shown, (S,) each, with their packs that are not shown."""
+        """Return figures of the S steps shown, (S,) each, which count all packs of a step, also those not shown."""
         has_packs = len(self.numbers) > 0
         if self._plan.locations is None or self._pack_locations is None or not has_packs:
             return {}
@@ -130,15 +130,16 @@ class ShownPacks:
         np.maximum.at(last_micro_batch, step, micro_batch)
         rank_tokens = np.zeros((num_steps, int(rank.max()) + 1), np.int64)
         np.add.at(rank_tokens, (step, rank), self._plan.lengths)
+        step_of_pack = self._pack_locations[:, _STEP]
         figures = {  # of all steps, by the names in ``samples.js``
             "number": np.arange(num_steps),
-            "packs": np.bincount(self._pack_locations[:, _STEP], minlength=num_steps),
+            "packs": np.bincount(step_of_pack, minlength=num_steps),
             "microBatches": last_micro_batch + 1,
             "tokens": rank_tokens.sum(axis=1),
             "least": rank_tokens.min(axis=1),
             "most": rank_tokens.max(axis=1),
         }
-        shown_steps = np.unique(self._pack_locations[self.numbers, _STEP])
+        shown_steps = np.unique(step_of_pack[self.numbers])
         return {name: values[shown_steps] for name, values in figures.items()}
 
     def location_of(self, sample: int) -> list[int] | None:

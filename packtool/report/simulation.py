@@ -177,11 +177,9 @@ def _bars(simulation: Simulation) -> list[Any]:
 
 
 def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """Return the drawing of the activities of each GPU in one step of a strategy: the baseline's median step.
-
-    Only ``sorted`` has other sequences in each step: it is shown by its own median step.
-    """
+    """Return the drawing of the activities of each GPU in one step of a strategy: the baseline's median step."""
     timing = outcome.timing
+    # Steps of ``sorted`` have other sequences, so it is shown by its own median step.
     reference = outcome if outcome.name == "sorted" else simulation.baseline
     steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
     step = int(steps_by_time[len(steps_by_time) // 2])
@@ -251,21 +249,20 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
     """Yield (activity, start, duration) of what a GPU does in a step, in order and without gaps; times in seconds."""
     schedule = timing.schedule
     now = 0.0
-    key_of_gpu = step * schedule.num_devices + gpu
-    for row in np.flatnonzero(schedule.row_keys == key_of_gpu).tolist():  # the GPU's part of each of its micro-batches
-        # A micro-batch starts when all GPUs that compute it are ready.
-        start = float(timing.micro_batch_starts[schedule.row_micro_batches[row]])
-        durations = (
-            ("waiting", start - now),
-            ("local", timing.local[row]),
-            ("communication", timing.exposed[row]),
-            ("sharded", timing.sharded[row]),
-            ("launching", timing.launching[row]),
-        )
-        for activity, seconds in durations:
+    own_rows = schedule.row_keys == step * schedule.num_devices + gpu  # the GPU's parts of its micro-batches
+    for row in np.flatnonzero(own_rows).tolist():
+        micro_batch_start = float(timing.micro_batch_starts[schedule.row_micro_batches[row]])
+        durations = {
+            "waiting": micro_batch_start - now,  # until all GPUs that share the micro-batch are ready
+            "local": float(timing.local[row]),
+            "communication": float(timing.exposed[row]),
+            "sharded": float(timing.sharded[row]),
+            "launching": float(timing.launching[row]),
+        }
+        for activity, seconds in durations.items():
             if seconds > _ROUNDING_ERROR:
-                yield activity, now, float(seconds)
-            now += float(seconds)
+                yield activity, now, seconds
+            now += seconds
     slowest_gpu_end = float(timing.device_seconds[step].max())
     if slowest_gpu_end - now > _ROUNDING_ERROR:
         yield "waiting", now, slowest_gpu_end - now

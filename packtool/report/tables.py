@@ -118,12 +118,11 @@ def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
     shortest = max(int(lengths.min(initial=longest)), 1)
     is_log = longest >= _LOG_RATIO * shortest
     if is_log:
-        # Ratios of neighboring edges are equal, but edges are integers: short lengths have fewer bins than requested.
+        # Edges are integers of equal ratios, except that short lengths have fewer bins, at least a token wide.
         upper_edges = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
         edges = np.concatenate(([shortest - 0.5], np.unique(upper_edges)))  # the first bin includes the shortest sample
     else:
-        # Integer widths: if bins differed by one token, some lengths would look rare.
-        width = math.ceil(longest / _NUM_BINS)
+        width = math.ceil(longest / _NUM_BINS)  # an integer, so that all bins hold equally many lengths
         edges = np.arange(math.ceil(longest / width) + 1) * width
     # NumPy's bins exclude their upper edge. With half a token more, they include it.
     counts, _ = np.histogram(lengths, edges + 0.5)
@@ -263,10 +262,10 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     """Return the output of ``packtool export`` as (name, value)."""
     samples = f"{summary.num_samples:,}"
     if len(summary.num_samples_by_split) > 1:
-        samples += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
-    if summary.pieces_added:
-        num_rows = summary.num_samples - summary.pieces_added
-        samples += f" from {num_rows:,} rows"
+        samples_by_split = [f"{name} {count:,}" for name, count in summary.num_samples_by_split.items()]
+        samples += f" ({', '.join(samples_by_split)})"
+    if summary.pieces_added:  # further samples of rows that have become several
+        samples += f" from {summary.num_samples - summary.pieces_added:,} rows"
     figures = vars(summary) | {
         "samples": samples,
         "target_share": summary.target_tokens / (summary.tokens or 1),

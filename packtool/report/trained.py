@@ -142,22 +142,22 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
     replay = replay_segment(output_dir, segment, stop, model)
     span = replay.timeline.span_at(step_index)  # the steps of one plan
-    plan, plan_step = span.plan, step_index - span.first_step
-    samples = plan.samples_of(plan_step, plan_step + 1)
+    plan, step_in_plan = span.plan, step_index - span.first_step
+    samples = plan.samples_of(step_in_plan, step_in_plan + 1)
     return {
         "step": step,
         "epoch": span.epoch,
-        "step_in_epoch": plan_step,
+        "step_in_epoch": step_in_plan,
         "is_trained": step <= _num_trained_steps(segments),
         "num_samples": len(samples),
         "tokens": int(replay.reader.index.length[samples].sum()),
-        "target_tokens": plan.steps.target_tokens(plan_step),
-        "ranks": [_rank_figures(replay, plan, plan_step, rank) for rank in range(plan.steps.world_size)],
+        "target_tokens": plan.steps.target_tokens(step_in_plan),
+        "ranks": [_rank_figures(replay, plan, step_in_plan, rank) for rank in range(plan.steps.world_size)],
     }
 
 
 def _segment_of_step(segments: Sequence[tuple[Segment, int]], step_index: int) -> tuple[Segment, int]:
-    """Return the segment of a run that trains a step, and the step after the segment."""
+    """Return the segment of a run that trains a step, or the last one, and the step after the segment."""
     begun = [(segment, stop) for segment, stop in segments if segment.first <= step_index]
     return begun[-1] if begun else segments[0]
 
@@ -172,29 +172,25 @@ def _rank_figures(replay: Replay, plan: EpochPlan, plan_step: int, rank: int) ->
     micro_batches = []
     for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
         packs = plan.samples(plan_step, rank, micro_batch)
-        micro_batches.append([_sample_figures(replay, pack.tolist()) for pack in packs])
+        micro_batches.append([[_sample_figures(replay, position) for position in pack.tolist()] for pack in packs])
     return {"rank": rank, "micro_batches": micro_batches}
 
 
-def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
-    """Return origin, length and number of media of samples, which are numbered across all caches of the run."""
-    figures = []
-    for position in positions:
-        cache, position_in_cache = replay.reader.cache_of(position)
-        sample = replay.reader.sample(position)
-        figure = {
-            "cache": replay.reader.directories[cache],
-            "sample": position_in_cache,
-            "source": sample.source,
-            "row": sample.row,
-            "part": "" if sample.part is None else str(sample.part),
-            "channel": sample.channel,
-            "tokens": sample.length,
-            "target_tokens": int(replay.timeline.inputs.targets[position]),
-            "media": len(sample.media),
-        }
-        figures.append(figure)
-    return figures
+def _sample_figures(replay: Replay, position: int) -> dict[str, Any]:
+    """Return origin, length and number of media of a sample; ``position``: its number across all caches of the run."""
+    cache, position_in_cache = replay.reader.cache_of(position)
+    sample = replay.reader.sample(position)
+    return {
+        "cache": replay.reader.directories[cache],
+        "sample": position_in_cache,
+        "source": sample.source,
+        "row": sample.row,
+        "part": "" if sample.part is None else str(sample.part),
+        "channel": sample.channel,
+        "tokens": sample.length,
+        "target_tokens": int(replay.timeline.inputs.targets[position]),
+        "media": len(sample.media),
+    }
 
 
 def step_lines(figures: Figures) -> Iterator[str]:
@@ -224,26 +220,23 @@ def _sample_lines(samples: Sequence[Figures]) -> list[str]:
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
     """Find the steps of a run that trained a sample, number ``row`` of its cache, by planning them again.
 
-    ``cache`` is None if the run has only one, ``model`` if the model has not moved.
+    ``cache`` may be None for a run with only one, and ``model`` if the model is still in its directory.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
     fingerprint, directory = _cache_of_row(output_dir, cache, row, [segment for segment, _ in segments])
-    sample: dict[str, Any] | None = None
+    sample: dict[str, Any] = {}
     occurrences: list[dict[str, Any]] = []
     for segment, stop in segments:
         has_steps = segment.first < stop
         fingerprints = [cache_fingerprint for _, cache_fingerprint, _ in segment.caches]
-        if not has_steps or fingerprint not in fingerprints:
+        cache_numbers = [number for number, each in enumerate(fingerprints) if each == fingerprint]
+        if not has_steps or not cache_numbers:
             continue
         replay = replay_segment(output_dir, segment, stop, model)
-        cache_starts = replay.reader.offsets.tolist()
-        for cache_start, cache_fingerprint in zip(cache_starts, fingerprints, strict=False):
-            if cache_fingerprint != fingerprint:
-                continue
-            position = cache_start + row
-            if sample is None:
-                sample = _sample_figures(replay, [position])[0]
+        for cache_number in cache_numbers:
+            position = int(replay.reader.offsets[cache_number]) + row
+            sample = sample or _sample_figures(replay, position)
             for location in replay.occurrences(position):
                 occurrences.append(_occurrence_figures(replay, position, *location))
     return {
@@ -289,9 +282,9 @@ def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequen
 def _occurrence_figures(
     replay: Replay, position: int, step_index: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a step that trained the sample at ``position``, and of the samples trained together with it.
+    """Return figures of a step that trained the sample at ``position``, and of its companions.
 
-    These are the others of its pack, or of its micro-batch if there are no packs or Skrull divides them.
+    These are the other samples of its pack; without packs, and with Skrull, those of its micro-batch.
     """
     span = replay.timeline.span_at(step_index)  # the steps of one plan
     plan, plan_step = span.plan, step_index - span.first_step
@@ -301,13 +294,14 @@ def _occurrence_figures(
     else:
         packs = list(plan.samples(plan_step, rank, micro_batch))
     companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
+    listed = companions[:_MAX_COMPANIONS]
     return {
         "step": step_index + 1,
         "epoch": epoch,
         "rank": rank,
         "micro_batch": micro_batch,
         "num_companions": len(companions),
-        "companions": _sample_figures(replay, companions[:_MAX_COMPANIONS]),
+        "companions": [_sample_figures(replay, companion) for companion in listed],
         "num_samples_of_step": len(plan.samples_of(plan_step, plan_step + 1)),
     }
 

@@ -41,9 +41,9 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
 
     dataset_id = name
     if not os.path.isdir(name):
-        dataset_id, subset_in_name, split_in_name, *_ = *name.split(":"), "", ""  # "" for missing parts
-        subset = subset_in_name or subset
-        split = split_in_name or split
+        dataset_id, *names = name.split(":")
+        subset = (names[0] if names else "") or subset
+        split = (names[1] if len(names) > 1 else "") or split
     split = split or "train"
     try:
         dataset = datasets.load_dataset(dataset_id, subset, split=split, data_dir=folder)
@@ -76,10 +76,7 @@ _MODEL_FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def with_local_copies(config: C) -> C:
-    """Return the settings with ids replaced by folders downloaded from ModelScope, if ``--use-hf false`` is set.
-
-    ConfigError if ``modelscope`` is not installed, or a model or dataset cannot be downloaded.
-    """
+    """Return the settings with ids replaced by folders downloaded from ModelScope, if ``--use-hf false`` is set."""
     if config.use_hf is not False:
         return config
     changes: dict[str, Any] = {}

@@ -41,10 +41,7 @@ if TYPE_CHECKING:
 
 
 def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
-    """Yield (row number, parsed row) in order, once per draw; a ``Dropped`` in place of a row that cannot be parsed.
-
-    DataError if the file has changed since it was scanned.
-    """
+    """Yield (row number, parsed row) in order, once per draw; a ``Dropped`` in place of a row that cannot be parsed."""
     rows = text_rows(source, block) if source.kind in PARSERS else opened(source, _open_reader).rows(block)
     if block.picks is None:
         yield from rows
@@ -103,7 +100,7 @@ def _open_reader(source: Source) -> Reader:
 
 _HEAD_BYTES = 4096
 # A text with a media placeholder (<image>) contains one of these: < itself, or its escape in JSON.
-_BYTES_OF_MARKS = (b"<", b"u003")
+_PLACEHOLDER_BYTES = (b"<", b"u003")
 
 
 def scan_sources(
@@ -111,8 +108,7 @@ def scan_sources(
 ) -> list[ScannedSource]:
     """Scan files of rows, call ``report`` with each source, and then draw the requested samples by ``seed``.
 
-    DataError if a file is missing or damaged, or if its format or its columns are unknown. An invalid line of a .jsonl
-    file is not an error; only that row is dropped later.
+    An invalid line of a .jsonl file is not an error; only that row is dropped later.
     """
     scanned: list[ScannedSource] = []
     for spec in specs:
@@ -133,23 +129,23 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
 
 
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
-    """Open a file for streaming; return its source, whose form of rows is detected, and all of its blocks in order.
+    """Open a file for streaming; return its source with the detected form of its rows, and an iterator of its blocks.
 
     The file is read up to the first block with usable rows, and further while the blocks are iterated, which may raise
-    the errors of ``scan_sources``. ConfigError if a sample of the rows is requested, which needs their number.
+    the errors of ``scan_sources``. It is closed after the last block.
     """
     if spec.is_sampled:
         message = f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown"
         raise ConfigError(message, "Remove --streaming true, or the # and the number after it.")
     scanner = _Scanner(spec)
-    first_blocks, blocks = tee(scanner.blocks)
+    blocks_for_form, all_blocks = tee(scanner.blocks)
 
-    def all_blocks() -> Iterator[RowBlock]:
+    def blocks_until_closed() -> Iterator[RowBlock]:
         with closing(scanner):
-            yield from blocks
+            yield from all_blocks
 
     try:
-        return scanner.detect_form(first_blocks), all_blocks()
+        return scanner.detect_form(blocks_for_form), blocks_until_closed()
     except BaseException:
         scanner.close()
         raise
@@ -207,64 +203,66 @@ class _Scanner:
 
     def _open_text(self) -> None:
         """Open a text file; the blocks are found, and the content is hashed, while they are iterated."""
-        source = self._source
-        self._text = open_text(source.path, source.compression)
-        file = HashedFile(self._text, source.label)
-        self._file = file
+        self._text = open_text(self._source.path, self._source.compression)
+        self._file = HashedFile(self._text, self._source.label)
         try:
-            self._head = read_head(file)
-            # Many tools write one object per line and call it .json.
-            if source.kind == "json" and _has_lines(source, self._head):
-                source = source.replaced(kind="jsonl")
-            check_encoding(source.label, self._head)
-            if source.kind in ("csv", "tsv"):
-                header, self.blocks = find_records(source.label, file, source.kind, source.max_row_bytes)
-                source = source.replaced(header=header)
-            elif source.kind == "json":
-                self.blocks = find_elements(source.label, file, source.max_row_bytes)
-            else:
-                self.blocks = find_lines(file, source.max_row_bytes)
+            self._head = read_head(self._file)
+            if self._source.kind == "json" and _has_lines(self._source, self._head):
+                self._source = self._source.replaced(kind="jsonl")  # many tools write lines and call the file .json
+            check_encoding(self._source.label, self._head)
+            self.blocks = self._find_blocks(self._file)
         except BaseException:
             self.close()
             raise
-        self._source = source
+
+    def _find_blocks(self, file: HashedFile) -> Iterator[RowBlock]:
+        """Return the blocks of a text file; reads the header of a table, which the source gets."""
+        source = self._source
+        if source.kind in ("csv", "tsv"):
+            header, blocks = find_records(source.label, file, source.kind, source.max_row_bytes)
+            self._source = source.replaced(header=header)
+            return blocks
+        if source.kind == "json":
+            return find_elements(source.label, file, source.max_row_bytes)
+        return find_lines(file, source.max_row_bytes)
 
     def digest(self) -> str:
         """Return the digest of the content. All blocks must have been iterated."""
         return self._digest if self._file is None else self._file.digest
 
     def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
-        """Return the source with the form of its first usable rows (a key of ``FORMS``); without one if it has none.
+        """Return the source with the form of its rows (a key of ``FORMS``), if any is usable.
 
-        ``blocks`` are all blocks of the file; only the needed ones are taken.
+        Takes ``blocks`` of the file up to the first one with usable rows.
         """
         source = self._source
         if source.kind == "txt":
-            form, columns = detect([{"text": ""}], (), None, source.label)  # every line becomes such a row
+            example_row = {"text": ""}  # every line becomes such a row
+            form, columns = detect([example_row], named=(), formatting=None, where=source.label)
             return source.replaced(form=form, columns=columns)
         try:
             for block in blocks:
                 if block.stop <= len(self._head):
                     text = self._head[block.start : block.stop]
-                    may_have_marks = any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS)
+                    may_have_placeholders = any(part in text for part in _PLACEHOLDER_BYTES)
                     numbered_rows = PARSERS[source.kind](source, block, text)
                 else:
-                    may_have_marks = True
+                    may_have_placeholders = True
                     numbered_rows = read_block(source, block)
                 rows = [row for _, row in numbered_rows if isinstance(row, dict)]
                 if rows:
-                    return self._source_with_form(rows, may_have_marks)
+                    return self._source_with_form(rows, may_have_placeholders)
             return source
         finally:
             self._head = b""  # frees its memory
             close_readers()  # of this process; workers open their own
 
-    def _source_with_form(self, rows: Sequence[Mapping[str, Any]], may_have_marks: bool) -> Source:
+    def _source_with_form(self, rows: Sequence[Mapping[str, Any]], may_have_placeholders: bool) -> Source:
         """Return the source with the form of its first rows, after a check of rows that may have media placeholders."""
         form, columns = detect(rows, self._spec.columns, self._spec.formatting, self._source.label)
         holds_media = any(could_hold_media(row, columns) for row in rows)
         source = self._source.replaced(form=form, columns=columns, holds_media=holds_media)
-        if may_have_marks:
+        if may_have_placeholders:
             check_first_rows(rows, source)
         return source
 

@@ -315,23 +315,22 @@ _MAX_HYPERGEOMETRIC = 10**9
 
 
 def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
-    """Draw ``num_rows`` rows from all sources together, without replacement; return each source's blocks.
+    """Draw ``num_rows`` rows from all sources together; return each source's blocks.
 
-    If there are fewer rows, all are used ``num_rows // existing`` times, and only the remainder is drawn. The draw
-    depends only on the seed and the blocks.
+    Drawn without replacement; if fewer rows exist, all are used equally often first, and only the remainder is drawn.
+    The draw depends only on the seed and the blocks.
     """
     rng = np.random.default_rng(seed)
     block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])  # rows of each block, int64 (blocks,)
     num_existing = int(block_sizes.sum())
     if not num_existing:
         return list(sources)
-    num_repeats, remainder = divmod(num_rows, num_existing)
-    drawn_by_block = _draw_counts(block_sizes, remainder, rng)
-    # Some thousand blocks at a time, because ``_draw_positions`` needs a table of all their rows.
-    positions = []
-    for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):
-        blocks_of_draw = slice(first, first + _BLOCKS_PER_DRAW)
-        positions.append(_draw_positions(block_sizes[blocks_of_draw], drawn_by_block[blocks_of_draw], num_repeats, rng))
+    num_repeats, num_drawn = divmod(num_rows, num_existing)
+    drawn_by_block = _draw_counts(block_sizes, num_drawn, rng)
+    positions = []  # of the used rows in their blocks
+    for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):  # ``_draw_positions`` needs a table of all their rows
+        blocks = slice(first, first + _BLOCKS_PER_DRAW)
+        positions.append(_draw_positions(block_sizes[blocks], drawn_by_block[blocks], num_repeats, rng))
     used_by_block = drawn_by_block + num_repeats * block_sizes
     return _pick_by_source(sources, used_by_block, np.concatenate(positions))
 
@@ -379,8 +378,7 @@ def _draw_positions(
 ) -> np.ndarray:
     """Draw positions of rows in B blocks; those of all blocks are concatenated, int16, ascending in each block.
 
-    ``counts``, int64 (B,), rows are drawn from each block without replacement; in addition, every row is used
-    ``num_repeats`` times.
+    ``counts``, int64 (B,): rows to draw from each block; in addition, every row is used ``num_repeats`` times.
     """
     max_size = int(block_sizes.max())
     is_row = np.arange(max_size) < block_sizes[:, None]  # (B, max_size)

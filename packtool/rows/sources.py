@@ -8,7 +8,7 @@ for loss scale and system prompt.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -152,16 +152,22 @@ def _preference_problems(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _prompt_format_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Check that prompt formats contain the instruction; only the first may be a name."""
     problems = []
     for key in _PROMPT_FORMAT_KEYS:
-        text, names = entry.get(key), PROMPT_FORMATS if key == "prompt_format" else {}
-        if isinstance(text, str) and "{instruction}" not in text and text not in names:
-            alternative = f" or be one of {', '.join(names)}" if names else ""
-            problems.append(f": {key} {text!r} must contain {{instruction}}{alternative}")
+        names = PROMPT_FORMATS if key == "prompt_format" else ()
+        if problem := _instruction_problem(entry.get(key), names):
+            problems.append(f": {key} {problem}")
     if entry.get("prompt_format_without_input") and not entry.get("prompt_format"):
         problems.append(" has prompt_format_without_input without prompt_format")
     return problems
+
+
+def _instruction_problem(prompt_format: object, names: Collection[str]) -> str:
+    """Describe a prompt format that lacks the instruction and is none of ``names``; "" for none."""
+    if not isinstance(prompt_format, str) or "{instruction}" in prompt_format or prompt_format in names:
+        return ""
+    alternative = f" or be one of {', '.join(names)}" if names else ""
+    return f"{prompt_format!r} must contain {{instruction}}{alternative}"
 
 
 def _location_problems(entry: Mapping[str, Any]) -> list[str]:
@@ -198,12 +204,13 @@ _OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
 def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSpec]:
     """Return the files of rows of ``--dataset``, then of ``--val-dataset``; with ``held_out`` of ``--check-against``.
 
-    An argument is looked up as a name in ``--dataset-info``, a file or folder, a pattern, and an id of the hub. At its
-    end, ``#1000``, ``#20%`` or ``#2.5x`` draws that number, fraction or multiple of its rows, and ``#first1000`` or
-    ``#first20%`` takes the first ones, unless a file has exactly this name. Folders and patterns skip
-    ``config.output_dir``, caches and training runs.
+    An argument is looked up as a name in ``--dataset-info``, a file or folder, a pattern, and an id of the hub. With
+    ``#1000``, ``#20%`` or ``#2.5x`` at its end, that number, fraction or multiple of its rows is drawn; ``#first1000``
+    and ``#first20%`` take the first ones. Folders and patterns skip ``config.output_dir``, caches and training runs.
     """
-    info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False) if config.dataset_info else None
+    info = None
+    if config.dataset_info:
+        info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False)
     common = _common_spec(config)
     if held_out:
         arguments = [(name, "--check-against", TRAIN_SPLIT) for name in config.check_against]
@@ -211,29 +218,27 @@ def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSp
         arguments = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
         arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     specs: list[SourceSpec] = []
-    for group, (name, option, split) in enumerate(arguments):
+    for number, (name, option, split) in enumerate(arguments):
         paths, spec_fields = _resolve(name, option, info, common)
         if not config.per_dataset_loss_scale:
-            spec_fields["loss_scale"] = None  # ``--loss-scale`` applies to all datasets
-        spec = common.replaced(name=name, split=split, group=group, **spec_fields)
+            spec_fields["loss_scale"] = None  # instead of the one in ``--dataset-info``: ``--loss-scale`` is used
+        spec = common.replaced(name=name, split=split, group=number, **spec_fields)
         specs += [spec.replaced(path=path) for path in _outside_output(paths, config.output_dir)]
     return specs
 
 
 def _common_spec(config: ExportConfig) -> SourceSpec:
     """Return the settings of all sources; their paths, names, splits and groups are still missing."""
-    entry = {"prompt_format": config.prompt_format}  # as in --dataset-info
-    problems = _prompt_format_problems(entry)
-    if problems:
-        problem = problems[0].removeprefix(": prompt_format")
-        raise ConfigError(f"--prompt-format{problem}", "Correct the option, or remove it to use the chat template.")
+    problem = _instruction_problem(config.prompt_format, PROMPT_FORMATS)
+    if problem:
+        raise ConfigError(f"--prompt-format {problem}", "Correct the option, or remove it to use the chat template.")
     return SourceSpec(
         path="",
         columns=_columns(config.columns),
         formatting=TOKENS if config.TAKES_TOKENS else None,
         media_root=config.media_root,
         system=config.system or None,
-        prompt_format=_prompt_format(entry),
+        prompt_format=_prompt_format({"prompt_format": config.prompt_format}),
         media_access=config.media_access,
         max_media_bytes=config.max_media_bytes,
         max_media_failures=config.max_media_failures,

@@ -293,10 +293,7 @@ _BRACKETS, _IN_STRINGS, _AFTER_ELEMENT = re.compile(r'[\[\]{}"]'), re.compile(r'
 
 
 def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of elements of a JSON array; an element above ``max_bytes`` is not kept in memory.
-
-    Raises a DataError with the row if the file is not an array or the array is invalid.
-    """
+    """Yield blocks of elements of a JSON array; an element above ``max_bytes`` is not kept in memory."""
     text = _JsonText(path, file, max_bytes)
     text.skip_space()
     if text.take() != "[":

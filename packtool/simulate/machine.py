@@ -278,49 +278,54 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory of each row, (R,); ``targets``, (K,), are the labels of each sequence."""
+        """Compute times and memory of each row; ``targets``: number of labels of each sequence, (K,)."""
         if self.recompute == "auto":
             return self._time_with_necessary_layers(schedule, targets)
         row_tokens = schedule.sum_by_row(schedule.tokens)
         local, sharded, exposed = self._computing_seconds(schedule, targets)
-        # While a device computes, the CPU launches kernels, and ZeRO-3 gathers weights: no row takes less than these.
+        # While a device computes, the CPU launches kernels, and ZeRO-3 gathers weights.
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         seconds = np.maximum(local + sharded + exposed, min_seconds)
-        token_bytes = row_tokens * self.sizes.token_bytes(recompute=bool(self.recompute))
-        gathered_bytes = schedule.sum_sharded(schedule.tokens) * self.sizes.kv_bytes * _GATHERED_COPIES
-        gathered_bytes[schedule.row_num_devices == 1] = 0.0
         return Timing(
             schedule=schedule,
             local=local,
             sharded=sharded,
             exposed=exposed,
             row_seconds=np.where(row_tokens > 0, seconds, 0.0),
-            memory=self.state_bytes + token_bytes + gathered_bytes,
+            memory=self._row_bytes(schedule, row_tokens),
             tokens=row_tokens,
             recomputed=np.full(len(row_tokens), 1.0 if self.recompute else 0.0),
             synchronisation=self.synchronisation_seconds,
             is_lock_step=self.zero_stage == 3,  # all devices gather each layer's weights together
         )
 
+    def _row_bytes(self, schedule: SimulatedSchedule, row_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Compute the peak memory of each row, (R,): states, activations, and keys and values of other devices."""
+        activation_bytes = row_tokens * self.sizes.token_bytes(recompute=bool(self.recompute))
+        gathered_bytes = schedule.sum_sharded(schedule.tokens) * self.sizes.kv_bytes * _GATHERED_COPIES
+        is_shared = schedule.row_num_devices > 1
+        return self.state_bytes + activation_bytes + np.where(is_shared, gathered_bytes, 0.0)
+
     def _computing_seconds(self, schedule: SimulatedSchedule, targets: Int64Array) -> tuple[Seconds, Seconds, Seconds]:
-        """Compute each row's seconds (R,) of local and of sharded sequences, and of communication not hidden."""
+        """Compute each row's seconds (R,) of local and of sharded sequences, and of exchanges that are not hidden."""
         tokens = schedule.tokens
-        windows = self._window_seconds(tokens)
+        window_seconds = self._window_seconds(tokens)
         row_tokens = schedule.sum_by_row(tokens)
-        linear = self.linear_seconds(row_tokens, schedule.sum_by_row(targets))
-        linear_per_token = linear / np.where(row_tokens > 0, row_tokens, 1.0)
+        linear_seconds = self.linear_seconds(row_tokens, schedule.sum_by_row(targets))
+        linear_per_token = linear_seconds / np.where(row_tokens > 0, row_tokens, 1.0)
 
         local_attention = schedule.sum_local(self.attention_seconds(tokens, 1))
         local_linear = linear_per_token * schedule.sum_local(tokens)
-        local = local_linear + local_attention + schedule.sum_local(windows)
+        local = local_linear + local_attention + schedule.sum_local(window_seconds)
 
         # Each device of a micro-batch has an equal part of the sharded sequences' tokens and windows.
         num_devices = schedule.row_num_devices
         sharded_tokens = schedule.sum_sharded(tokens)
         sharded_attention = schedule.sum_sharded(self.attention_seconds(tokens, schedule.sequence_num_devices))
         sharded_linear = linear_per_token * sharded_tokens / num_devices
-        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(windows) / num_devices
-        return local, sharded, self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
+        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / num_devices
+        exposed = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
+        return local, sharded, exposed
 
     def _time_with_necessary_layers(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
         """Time each row between the times without and with recomputation, by the share of layers that recompute."""

@@ -355,16 +355,20 @@ def _lengths_and_targets(
     if config.lengths is not None:
         lengths = read_lengths(config.lengths)
         return lengths, lengths, config.lengths
-    assert config.distribution is not None, "checked with the settings"
-    # Some drawn lengths are left out as too long: draw more, by the share of those that fit, and a few to spare.
+    drawn_lengths = _draw_enough_lengths(config, options)
+    return drawn_lengths, drawn_lengths, f"lengths as in {config.distribution}"
+
+
+def _draw_enough_lengths(config: SimulateConfig, options: SimulateOptions) -> IntArray:
+    """Draw lengths of ``--distribution``, more than needed, because too long ones are left out later."""
+    assert config.distribution is not None  # SimulateConfig requires it without other lengths
     typical_lengths = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
     max_length = min(options.longest_trainable, config.max_length or options.longest_trainable)
     num_fitting = int(np.count_nonzero(typical_lengths <= max_length))
     if not num_fitting:
         raise DataError(f"No sample drawn from {config.distribution} fits.", "Raise --bucket-size or --max-length.")
     num_drawn = round(1.05 * options.num_steps * options.sequences_per_step * _NUM_TYPICAL / num_fitting) + 10
-    lengths = draw_lengths(config.distribution, num_drawn, seed=config.seed)
-    return lengths, lengths, f"lengths as in {config.distribution}"
+    return draw_lengths(config.distribution, num_drawn, seed=config.seed)
 
 
 def _model_of(requested: str | None, reader: CacheReader | None) -> tuple[str, ModelSizes]:

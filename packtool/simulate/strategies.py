@@ -26,7 +26,7 @@ from packtool.planning.skrull import SHARDED, schedule_step
 from packtool.planning.steps import assign_to_lightest, divide_evenly
 from packtool.simulate.machine import Machine, SimulatedSchedule, exchange_type_of
 
-_TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
+_RELATIVE_TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
 """Time limits for one sequence that are tried, as multiples of the mean seconds of a device."""
 
 
@@ -52,20 +52,27 @@ def place_in_groups(
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
     """
     sizes = _group_sizes(machine.world_size)  # by level
-    # Of each sequence alone on a group of each level, (levels, n):
-    tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
-    seconds = np.stack([_seconds_in_group(tokens[level], targets, size, machine) for level, size in enumerate(sizes)])
-    group_buckets = bucket_size * np.array(sizes)
-    largest, fastest = len(sizes) - 1, seconds.argmin(axis=0)
-    lowest_with_space = _lowest_level(tokens <= group_buckets[:, None], default=largest)
+    tokens, seconds = _tokens_and_seconds(lengths, targets, sizes, machine)
+    has_space = tokens <= bucket_size * np.array(sizes)[:, None]
+    lowest_with_space = _lowest_level(has_space, default=len(sizes) - 1)
+    fastest_levels = seconds.argmin(axis=0)
     mean_device_seconds = seconds[0].sum() / machine.world_size  # without sharing
     previous_levels = np.empty(0, np.int64)
-    for multiple in _TIME_LIMITS:
-        lowest_in_time = _lowest_level(seconds <= multiple * mean_device_seconds, default=fastest)
-        levels = np.maximum(lowest_with_space, lowest_in_time)
+    for relative_limit in _RELATIVE_TIME_LIMITS:
+        is_in_time = seconds <= relative_limit * mean_device_seconds
+        levels = np.maximum(lowest_with_space, _lowest_level(is_in_time, default=fastest_levels))
         if not np.array_equal(levels, previous_levels):
             yield _place_on_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
         previous_levels = levels
+
+
+def _tokens_and_seconds(
+    lengths: IntArray, targets: IntArray, sizes: list[int], machine: Machine
+) -> tuple[Int64Array, npt.NDArray[np.float64]]:
+    """Return tokens with padding, and seconds, of each sequence on a group of each size, (levels, n) each."""
+    tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
+    seconds = [_seconds_in_group(tokens[level], targets, size, machine) for level, size in enumerate(sizes)]
+    return tokens, np.stack(seconds)
 
 
 def _group_sizes(world_size: int) -> list[int]:
@@ -107,28 +114,35 @@ def _place_on_levels(
     bucket_size: int,
     world_size: int,
 ) -> list[PlacedBatch]:
-    """Place each sequence on a group of its level: the largest groups and the slowest sequences first.
+    """Place each sequence on a group of its level, (n,), the largest groups first.
 
-    ``levels`` (n,) are of each sequence, ``seconds`` and ``tokens`` (levels, n) of each on a group of each level,
-    ``sizes`` the devices in a group of each level; a device holds ``bucket_size`` tokens.
+    ``seconds`` and ``tokens``: see ``_tokens_and_seconds``. A device holds ``bucket_size`` tokens.
     """
     device_seconds = np.zeros(world_size)
     batches: list[PlacedBatch] = []
     for level in reversed(range(len(sizes))):
         size = sizes[level]
-        samples_of_group: list[list[int]] = [[] for _ in range(world_size // size)]
-        at_level = np.flatnonzero(levels == level)
-        slowest_first = at_level[np.argsort(-seconds[level, at_level], kind="stable")]
-        for sample in slowest_first.tolist():
-            # All devices of a group are equally busy here: they have worked for the same larger groups.
-            group_seconds = device_seconds[::size]
-            group = int(group_seconds.argmin())
-            samples_of_group[group].append(sample)
-            device_seconds[group * size : (group + 1) * size] += seconds[level, sample]
-        for group, samples in enumerate(samples_of_group):
-            for batch in _divide_to_fit(samples, tokens[level], bucket_size * size):
+        samples = np.flatnonzero(levels == level)
+        for group, group_samples in enumerate(_assign_to_groups(samples, seconds[level], size, device_seconds)):
+            for batch in _divide_to_fit(group_samples, tokens[level], bucket_size * size):
                 batches.append(PlacedBatch(first_device=group * size, num_devices=size, samples=batch))
     return batches
+
+
+def _assign_to_groups(
+    samples: Int64Array, seconds: npt.NDArray[np.float64], size: int, device_seconds: npt.NDArray[np.float64]
+) -> list[list[int]]:
+    """Assign sequences, the slowest first, to the group of ``size`` devices that is free first; return those of each.
+
+    Adds their ``seconds``, (n,), to ``device_seconds``. Before, the devices of a group must be equally busy.
+    """
+    samples_of_group: list[list[int]] = [[] for _ in range(len(device_seconds) // size)]
+    slowest_first = samples[np.argsort(-seconds[samples], kind="stable")]
+    for sample in slowest_first.tolist():
+        group = int(device_seconds[::size].argmin())
+        samples_of_group[group].append(sample)
+        device_seconds[group * size : (group + 1) * size] += seconds[sample]
+    return samples_of_group
 
 
 def _divide_to_fit(samples: list[int], tokens: Int64Array, capacity: int) -> list[Int64Array]:
@@ -317,7 +331,7 @@ def _dynamic_cp(sequences: Sequences, options: SimulateOptions, num_groups: int)
 def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Join micro-batches, ordered by step; with ``is_padded``, pad sequences to the longest of theirs."""
+    """Join micro-batches, ordered by step; ``is_padded``: pad sequences to the longest one of their micro-batch."""
     nonempty = [batch for batch in batches if len(batch.samples)]
     # Of C micro-batches:
     num_sequences = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
@@ -329,9 +343,7 @@ def schedule_of(
     micro_batch_of = np.repeat(np.arange(len(nonempty)), num_sequences)
     tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
     if is_padded:
-        first_sequences = np.cumsum(num_sequences) - num_sequences
-        longest_of_batch = np.maximum.reduceat(tokens, first_sequences)
-        tokens = longest_of_batch[micro_batch_of]
+        tokens = _max_of_batches(tokens, num_sequences)[micro_batch_of]
     # Every device gets two equal chunks of a sharded sequence.
     sharded_tokens = _aligned(tokens, alignment=2 * num_devices[micro_batch_of])
     return SimulatedSchedule(
@@ -345,6 +357,12 @@ def schedule_of(
         micro_batch_num_devices=num_devices,
         micro_batch_first_device=np.array([batch.first_device for batch in nonempty], dtype=np.int64),
     )
+
+
+def _max_of_batches(tokens: Int64Array, num_sequences: Int64Array) -> Int64Array:
+    """Return the most tokens of a sequence in each of C micro-batches, (C,), whose sequences are adjacent."""
+    first_sequences = np.cumsum(num_sequences) - num_sequences
+    return np.maximum.reduceat(tokens, first_sequences)
 
 
 def _placement_of(batch: PlacedBatch) -> Int64Array:

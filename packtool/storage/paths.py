@@ -41,10 +41,7 @@ def is_remote(path: str) -> bool:
 
 
 def normalize(path: str) -> str:
-    """Return the canonical form of a path: ``s3:/bucket/x`` becomes ``s3://bucket/x``, ``file:///x`` becomes ``/x``.
-
-    StorageError for a URL of an unknown scheme, or without a bucket or host.
-    """
+    """Return the canonical form of a path: ``s3:/bucket/x`` becomes ``s3://bucket/x``, ``file:///x`` becomes ``/x``."""
     match = _URL.match(path) if ":/" in path else None
     if match is None:
         return path

@@ -25,6 +25,7 @@ _CHANGES_TRAINING = {
 
 _Rule = tuple[str, str]  # an effect and its text, as in values.tsv
 _NOTHING: _Rule = ("used", "")
+_VALUE = "{}"  # in the text of a rule: the value of its key
 
 
 @dataclass
@@ -140,16 +141,17 @@ class Translation:
     def _rule_of_entry(self, entry: CompatName, name: str, value: Any) -> _Rule:
         """Return the rule that an entry of ``compat_names.tsv`` means for this value of its key."""
         is_off = as_text(value).strip().lower() in _DISABLED
-        is_record = self.source.is_record
+        is_record = self.source.is_record  # has all arguments, most of which the user has not chosen
         if entry.status == "same":
-            return "set", OPTIONS[name] + "={}"
+            return "set", f"{OPTIONS[name]}={_VALUE}"
         if entry.status == "unneeded":
             return "omit", entry.reason
         if entry.status == "set":  # a field of transformers' TrainingArguments
-            return _NOTHING if is_record else ("set", "training." + name + "={}")
+            return _NOTHING if is_record else ("set", f"training.{name}={_VALUE}")
         if entry.status == "unsupported":
             is_harmless = is_off or (is_record and name not in _CHANGES_TRAINING)
             return _NOTHING if is_harmless else ("stop", f"not supported: {entry.reason}")
+        # The key is renamed: ``entry.options`` has packtool's options for it.
         if is_off and entry.selects_a_value:
             return _NOTHING
         if "{per_epoch}" in entry.options:
@@ -175,7 +177,7 @@ class Translation:
         if effect == "set":
             for assignment in text.split(" "):
                 option, _, text_value = assignment.partition("=")
-                new_value = value if text_value == "{}" else text_value.replace("{}", as_text(value))
+                new_value = value if text_value == _VALUE else text_value.replace(_VALUE, as_text(value))
                 self.set(option, _convert(option, new_value), name)
         elif effect == "omit":
             self.omitted.append((name, text))

@@ -130,7 +130,7 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
             raise ConfigError(f"{label}: the file is empty")
         return TOOLS[from_option.lower()]
     tools_by_key = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
-    keys_by_tool = _unique_keys(tools_by_key)
+    keys_by_tool = _unique_keys(tools_by_key)  # keys that only one tool has
     if len(keys_by_tool) > 1:
         keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(keys_by_tool.items()))
         raise ConfigError(f"{label} mixes keys of several tools: {keys}", "Remove those of all tools but one.")

@@ -129,19 +129,19 @@ def test_a_copy_finished_while_its_lock_is_awaited_leaves_no_other_file(
     remote: str, copies: LocalCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process puts it in its place between this one's look and its lock."""
-    real, looks = local_module._is_there, []
+    real, looks = local_module._has_size, []
 
     def late(path: str, size: int) -> bool:
         looks.append(path)
         if len(looks) > 1:
             return real(path, size)
-        monkeypatch.setattr(local_module, "_is_there", real)
+        monkeypatch.setattr(local_module, "_has_size", real)
         CacheReader.open([remote], copies=copies).sample(0)
-        monkeypatch.setattr(local_module, "_is_there", late)
+        monkeypatch.setattr(local_module, "_has_size", late)
         return False
 
     CacheReader.open([remote], copies=copies)
-    monkeypatch.setattr(local_module, "_is_there", late)
+    monkeypatch.setattr(local_module, "_has_size", late)
     CacheReader.open([remote], copies=copies).sample(0)
     assert len(looks) > 1
     assert len(_shards(copies)) == 1

@@ -33,15 +33,19 @@ KINDS: dict[str, ArgumentKind] = {
         ("--max-length -1", "--max-length -1"),
         ("--max_length --json", "--max-length --json"),
         ("--dataset", "--dataset"),
-        ("--un_known x", "--un-known x"),
-        ("--packing maybe", "--packing maybe"),
+        ("--help", "--help"),
+        ("--no_packing -x --", "--no-packing -x --"),
         ("--json yes --packing", "--json --packing"),
         ("--json no --packing=on", "--packing"),
         ("--json=0", ""),
     ],
 )
 def test_rewrite(arguments: str, expected: str) -> None:
-    assert rewrite_arguments(arguments.split(), KINDS) == expected.split()
+    assert rewrite_arguments(arguments.split(), KINDS, None, refuse) == expected.split()
+
+
+def refuse(name: str, value: str | None) -> str:
+    return f"{name} with {value} is unknown"
 
 
 @pytest.mark.parametrize(
@@ -52,16 +56,17 @@ def test_rewrite(arguments: str, expected: str) -> None:
         ("--json 2", "--json: '2' is neither true nor false"),
         ("a.jsonl --json", "unexpected value 'a.jsonl'"),
         ("--max-length 9 10", "unexpected value '10'"),
+        ("--un_known x y --json", "--un-known with x y is unknown"),
     ],
 )
-def test_unexpected_values_are_reported(arguments: str, message: str) -> None:
+def test_unexpected_arguments_are_reported(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        rewrite_arguments(arguments.split(), KINDS, explain_unknown=lambda name, value: None)
+        rewrite_arguments(arguments.split(), KINDS, None, refuse)
 
 
 def test_values_keep_their_underscores_and_spaces() -> None:
     arguments = ["--dataset", "my file_1.json", "--set", "training.max_steps=3"]
-    assert rewrite_arguments(arguments, KINDS) == arguments
+    assert rewrite_arguments(arguments, KINDS, None, refuse) == arguments
 
 
 @pytest.mark.parametrize(

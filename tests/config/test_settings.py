@@ -139,7 +139,8 @@ def test_every_boolean_accepts_yes_no_on_off(word: str, value: bool) -> None:
     assert resolve(TrainConfig, TRAIN, sets=[f"packing={word}"]).packing is value
     environ = {"USE_AUDIO_IN_VIDEO": word}
     assert resolve(ExportConfig, EXPORT, environ=environ).use_audio_in_video is value
-    assert rewrite_arguments(["--packing", word], {"--packing": "flag"}) == ["--packing" if value else "--no-packing"]
+    words = rewrite_arguments(["--packing", word], {"--packing": "flag"}, None, lambda name, value: None)
+    assert words == ["--packing" if value else "--no-packing"]
 
 
 def test_infinite_numbers_are_refused() -> None:

@@ -28,7 +28,23 @@ def launch_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_one_process_is_enough(launch_commands: list[list[str]]) -> None:
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        {},
+        {"NPROC_PER_NODE": "1"},
+        {"NPROC_PER_NODE": ""},
+        {"NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "29501"},
+        {"NPROC_PER_NODE": "2", "LOCAL_RANK": "0"},
+        {"NPROC_PER_NODE": "2", "TORCHELASTIC_RUN_ID": "x"},
+    ],
+)
+def test_one_process_is_enough(
+    surroundings: dict[str, str], launch_commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
     prepared: list[World] = []
     assert launch_ranks(ARGUMENTS, 1, prepared.append) == World(0, 1, 1)
     assert (launch_commands, prepared) == ([], [])

@@ -267,7 +267,6 @@ def test_single_node_with_unresolvable_name_works(tmp_path: Path) -> None:
     if subprocess.run([*renamed, "true"], capture_output=True).returncode:
         pytest.skip("this machine allows no namespaces")
     command = launch_command([], {"NPROC_PER_NODE": "2"})
-    assert command is not None
     command[command.index("--module") :] = [str(script)]
     done = subprocess.run([*renamed, *command], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "rank 0 127.0.0.1", "rank 1 127.0.0.1"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.launch import torchrun
-from packtool.launch.processes import Processes, launch_command, launch_if_requested
+from packtool.launch.processes import Processes, exec_torchrun, launch_command
 from tests.forked import forked_process
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -23,24 +23,8 @@ ARGUMENTS = ["train", "--model", "a b", "--packing", "true"]
 ON_TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
-def command(**environ: str) -> list[str] | None:
+def command(**environ: str) -> list[str]:
     return launch_command(ARGUMENTS, environ)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"NPROC_PER_NODE": "1"},
-        {"NPROC_PER_NODE": ""},
-        {"NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "29501"},
-        {"NPROC_PER_NODE": "2", "LOCAL_RANK": "0"},
-        {"NPROC_PER_NODE": "2", "TORCHELASTIC_RUN_ID": "x"},
-    ],
-)
-def test_one_process_is_enough(environ: dict[str, str]) -> None:
-    assert command(**environ) is None
 
 
 def test_one_machine_finds_a_free_port() -> None:
@@ -53,7 +37,6 @@ def test_one_machine_finds_a_free_port() -> None:
 
 def test_one_machine_with_a_port() -> None:
     launch = command(NPROC_PER_NODE="2", MASTER_PORT="29501", MASTER_ADDR="a-name-that-need-not-resolve")
-    assert launch is not None
     assert "--standalone" not in launch
     assert launch[5:15] == [
         *("--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--node-rank", "0"),
@@ -63,16 +46,13 @@ def test_one_machine_with_a_port() -> None:
 
 def test_several_machines() -> None:
     launch = command(**ON_TWO_NODES, NPROC_PER_NODE="8", MASTER_PORT="1234")
-    assert launch is not None
     assert launch[3:15] == [
         *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-conf", "timeout=1800"),
         *("--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "1234"),
     ]
     patient = launch_command(ARGUMENTS, ON_TWO_NODES, max_wait=60)
-    assert patient is not None
     assert patient[patient.index("--rdzv-conf") + 1] == "timeout=60"
     one_each = command(**ON_TWO_NODES)
-    assert one_each is not None
     assert one_each[one_each.index("--nproc-per-node") + 1] == "1"
     assert one_each[one_each.index("--master-port") + 1] == "29500"
 
@@ -106,9 +86,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
 def test_the_total_number_of_processes(per_node: int, num_nodes: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, num_nodes - 1))
     environ = {"NPROC_PER_NODE": str(per_node), "NNODES": str(num_nodes), "NODE_RANK": str(rank), "MASTER_ADDR": "h"}
-    processes = Processes.from_environment(environ)
-    assert processes.total == per_node * num_nodes
-    assert (launch_command([], environ) is None) == (processes.total == 1)
+    assert Processes.from_environment(environ).total == per_node * num_nodes
 
 
 @pytest.mark.parametrize(
@@ -127,23 +105,21 @@ def test_cores_are_divided_unless_omp_num_threads_is_set(
     )
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    launch_if_requested(ARGUMENTS)
+    exec_torchrun(ARGUMENTS)
     ((_, _, environ),) = calls
     assert environ["OMP_NUM_THREADS"] == expected
     assert {name: environ[name] for name in ("NPROC_PER_NODE", "HOME")} == {"NPROC_PER_NODE": "4", "HOME": "/h"}
 
 
-def test_process_is_replaced_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    launch_if_requested(ARGUMENTS)
-    assert not calls
-    launch_if_requested(ARGUMENTS, launches_single=True)
+    exec_torchrun(ARGUMENTS)
     assert calls.pop()[1][3:8] == ["--nnodes", "1", "--nproc-per-node", "1", "--local-addr"]
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    launch_if_requested(ARGUMENTS)
+    exec_torchrun(ARGUMENTS)
     ((program, arguments, environ),) = calls
     assert program == arguments[0] == sys.executable
     assert arguments == launch_command(ARGUMENTS, os.environ)

@@ -72,7 +72,7 @@ def test_commands_of_the_ci_job_are_valid(repository: Path) -> None:
     kinds = option_kinds(ExportConfig)
     options = [word for word in export[2:] if word.startswith("--")]
     assert set(options) <= kinds.keys()
-    rewrite_arguments(export[2 : export.index(">")], kinds)
+    rewrite_arguments(export[2 : export.index(">")], kinds, None, lambda name, value: None)
 
 
 def test_slurm_starts_every_node_and_resumes_after_a_checkpoint(repository: Path, tmp_path: Path) -> None:

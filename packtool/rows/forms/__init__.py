@@ -125,7 +125,8 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     if isinstance(content, Segments):
         common |= {"control": content.control, "ends_text": content.ends_text}
         return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
-    is_text = form is TEXT or (common["tools"] is None and _is_pretraining_text(content, fields))
+    is_pretraining_text = _is_pretraining_text(content, fields) and common["tools"] is None
+    is_text = form is TEXT or is_pretraining_text
     return _sample_of_turns(content, fields, inline, common, is_text=is_text)
 
 
@@ -162,10 +163,7 @@ def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedi
 def _sample_of_turns(
     turns: list[Turn], fields: Fields, inline: InlineMedia, common: Mapping[str, Any], *, is_text: bool
 ) -> Sample:
-    """Return a conversation or a text with its media; ``common``: fields of ``Sample`` that all forms have.
-
-    ``is_text``: the turns need no chat template, as a pretraining text or segments (texts tokenized one by one).
-    """
+    """Return a sample of turns with their media; ``is_text``: they need no chat template."""
     source = inline.source
     responses: tuple[Response, ...] = ()
     if not is_text:
@@ -174,7 +172,7 @@ def _sample_of_turns(
     media = media_of(fields, inline)
     turns, num_marks_added = with_marks(turns, media)
     questions = [] if is_text else [turn.content for turn in turns if turn.role == "user"]
-    missing = missing_kind(turns, questions, media, fields, file_holds_media=source.holds_media)
+    lone_mark = missing_kind(turns, questions, media, fields, file_holds_media=source.holds_media)
     channel = fields.get("channel")
     all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
     return Sample(
@@ -185,7 +183,7 @@ def _sample_of_turns(
         videos=media["video"],
         audios=media["audio"],
         is_text=is_text,
-        lone_mark=missing,
+        lone_mark=lone_mark,
         responses=responses,
         objects=objects_of(fields, all_turns, len(media["image"])),
         chat_template_kwargs={} if is_text else _template_kwargs(fields),

@@ -213,9 +213,9 @@ def _check_times(name: str, times: Sequence[Any], max_time: float) -> None:
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
-    """Return (name, value) of the size limits in a medium's object; ``name`` is for messages."""
+    """Return (key, value) of the size limits in a medium's object; ``name`` is for messages."""
     unsupported_keys = UNSUPPORTED_LIMITS if kind == "video" else (*UNSUPPORTED_LIMITS, *CLIP_KEYS)
-    fps_is_limit = not has_frames and not is_measured(value)  # else it is the rate of the frames
+    fps_is_limit = not has_frames and not is_measured(value)  # else it is the rate of frames that are chosen already
     for key in unsupported_keys:
         if value.get(key) is not None:
             supported = ", ".join(LIMITS[kind]) or "none"
@@ -430,9 +430,9 @@ def missing_kind(
     *,
     file_holds_media: bool,
 ) -> str:
-    """Return the first kind of media that a question refers to, as in ``<image>``, and the row lacks; "" for none.
+    """Return the first kind whose mark, such as ``<image>``, is in a question of a row without such media, or "".
 
-    LoneMark if the row seems to have lost them. If neither file nor row could hold media, all marks are plain text.
+    LoneMark if a column seems to contain the media. If neither file nor row could hold any, marks are plain text.
     """
     if not any("<" in turn.content for turn in turns):
         return ""  # without marks
@@ -440,7 +440,7 @@ def missing_kind(
     for kind in MEDIA_KINDS:
         mark = MEDIA_MARKS[kind]
         num_marks = sum(turn.content.count(mark) for turn in turns)
-        is_plain_text = fields.is_disabled(f"{kind}s")
+        is_plain_text = fields.is_disabled(f"{kind}s")  # by the user
         if num_marks == 0 or media[kind] or is_plain_text:
             continue
         is_in_question = any(mark in question for question in questions)

@@ -251,7 +251,7 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
     turns: list[Turn] = []
     is_after_call = False
     for i, message in enumerate(messages):
-        plain_turn = _plain_turn(message, tags)  # of most messages, and much faster
+        plain_turn = _plain_turn(message, tags)  # the fast path of most messages
         if plain_turn is not None:
             turns.append(plain_turn)
             is_after_call = False
@@ -338,8 +338,8 @@ def _turns_of_message(
         extra["tool_calls"] = all_calls
     if content.reasoning:
         extra.setdefault("reasoning_content", content.reasoning)
-    has_only_results = not content.text and not all_calls and not _has_reasoning(extra)
-    if content.results and has_only_results:
+    has_own_content = content.text or all_calls or _has_reasoning(extra)
+    if content.results and not has_own_content:
         return content.results
     loss, loss_scale = _loss(label, message)
     train_flag = _train_flag_of_parts(label, content)

@@ -83,7 +83,7 @@ def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Ob
         _check_name(name, f"'ref' {number} of 'objects'")
     for number, image_id in enumerate(image_ids):
         _check_image(image_id, f"'image_id' {number} of 'objects'", num_images)
-    if not boxes:  # unit and images apply to boxes that are written as JSON in the texts
+    if not boxes:  # the texts contain boxes as JSON, in this unit and of these images
         return Objects(tuple(names), unit=unit, images=tuple(image_ids))
     image_ids = image_ids or [0] * len(boxes)
     if len(image_ids) != len(boxes):
@@ -110,7 +110,7 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
         image = value.get("image") or 0
         _check_image(image, f"'image' of {label}", num_images)
         caption = value.get("caption")
-        if caption is not None:  # an object of a box only has none
+        if caption is not None:  # an object may be a box only
             _check_name(caption, f"'caption' of {label}")
             names.append(caption)
         unit = _unit(value.get("bbox_type")) or _DEFAULT_UNIT

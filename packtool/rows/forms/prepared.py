@@ -50,9 +50,9 @@ def _read_tokens(fields: Fields, _: InlineMedia) -> PreparedTokens:
     boundaries = _boundaries(fields, mask, is_token)
     kept = _without_single_tokens(boundaries, is_token)
     is_first = _check_boundaries(boundaries, kept)
-    trained = _trained(fields, ids, is_first)
+    trained = _target_mask(fields, ids, is_first)
     weights = _weights(fields, len(ids))
-    starts = np.flatnonzero(_starts_sample(is_first, kept))  # indexes into the kept tokens
+    starts = np.flatnonzero(_starts_sample(is_first, kept))  # of the samples, as indexes into the kept tokens
     _check_padding(kept, starts)
     sample_numbers = np.cumsum(is_first) - 1  # of each token of the row
     return PreparedTokens(
@@ -112,7 +112,7 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
         if values is not None and len(values):
             boundaries[name] = _mask_at(_sample_starts(name, values, length), length)
     kept_indices = np.flatnonzero(kept)
-    if mask is not None and mask.max() > 1:  # the mask numbers the samples
+    if mask is not None and mask.max() > 1:  # it has the number of each token's sample, instead of 1
         no_sample = -1  # before the first token
         is_new_number = np.diff(mask[kept], prepend=no_sample) != 0
         boundaries["attention_mask"] = _mask_at(kept_indices[is_new_number], length)
@@ -142,17 +142,16 @@ def _sample_starts(name: str, values: _Ints, length: int) -> _Ints:
 
 
 def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Ints:
-    """Return the indexes of the first kept token, and of those at which ``position_ids`` restart at 0.
+    """Return the indexes of the first kept token, and of kept tokens at which ``position_ids`` restart at 0.
 
-    ``kept_indices`` are those of the tokens that are not padding, ascending, at least one. ``position_ids`` have the
-    shape (L,) or (axes, L), with 1, 3 or 4 axes: text; t, h, w; or text, t, h, w.
+    ``position_ids`` have the shape (L,) or (axes, L), with 1, 3 or 4 axes: text; t, h, w; or text, t, h, w.
     """
     value: Any = fields.parsed("position_ids")
     if value is None:
         return kept_indices[:1]
     positions = np.atleast_2d(np.squeeze(_as_array(value)))  # some rows have further axes of size 1
-    is_numbers = positions.dtype.kind in "iuf" and positions.ndim == 2
-    if not is_numbers or len(positions) not in (1, 3, 4) or positions.shape[1] != length:
+    is_table_of_numbers = positions.dtype.kind in "iuf" and positions.ndim == 2
+    if not is_table_of_numbers or len(positions) not in (1, 3, 4) or positions.shape[1] != length:
         detail = f"'position_ids' is {shown(value)}, not one number for each of {length:,} tokens, or 3 or 4 such lists"
         raise RowProblem("invalid_tokens", detail)
     positions = positions[:, kept_indices]
@@ -234,7 +233,7 @@ def _channels(fields: Fields, kept_samples: _Ints, num_samples: int) -> tuple[st
     return tuple(None if channels[i] is None else str(channels[i]) for i in kept_samples)
 
 
-def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
+def _target_mask(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
     """Return the mask of targets, bool (L,): tokens that ``labels`` and all mask columns mark as targets.
 
     None if the row has none of these columns. ``is_first``, bool (L,), is true for the first token of each sample.

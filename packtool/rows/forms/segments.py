@@ -84,8 +84,8 @@ def formatted_prompt(
 ) -> Segments | None:
     """Return the question of a row, written in ``prompt_format``, and its answer; None if no format applies.
 
-    ``prompt_format`` has the formats of questions with an input and without one, a single format for both, or none.
-    Media in the texts are added to ``inline``.
+    ``prompt_format``: a format for questions with an input and one for those without, or one for both, or none. Media
+    in the texts are added to ``inline``.
     """
     if not prompt_format or form not in (ALPACA, QUERY):
         return None
@@ -103,7 +103,8 @@ def formatted_prompt(
     text_format = prompt_format[0] if texts["input"] else prompt_format[-1]
     prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
     turns = [Turn("user", prompt), Turn("assistant", _text_of(answer_name, answer, inline))]
-    return Segments(turns, control=frozenset(_CONTROL.findall(text_format)), ends_text=True)
+    control_tokens = frozenset(_CONTROL.findall(text_format))
+    return Segments(turns, control_tokens, ends_text=True)
 
 
 def _is_conversation(question: Any) -> bool:
