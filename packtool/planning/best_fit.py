@@ -74,8 +74,7 @@ class Placements:
 def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
     """Count equal lengths: return the distinct ones of (N,), the longest first, and their numbers of samples, (D,)."""
     longest = int(lengths.max(initial=0))
-    if longest > max(1 << 20, 4 * len(lengths)):
-        # Few samples, long ones: an array as long as the longest would be mostly zeros.
+    if longest > max(1 << 20, 4 * len(lengths)):  # an array with a number for each length would be mostly zeros
         distinct, counts = np.unique(lengths, return_counts=True)
         return distinct[::-1].astype(np.int64), counts[::-1].astype(np.int64)
     bins = np.zeros(longest + 1, dtype=np.int64)
@@ -212,7 +211,8 @@ def place_best_fit(
 ) -> Placements:
     """Place the samples of one length after the other where they fit most tightly, or in new packs.
 
-    ``lengths`` are distinct, from 1 to ``capacity``. ``counts`` are the numbers of samples of each length, 1 or more.
+    With ``lengths`` in descending order this is best-fit decreasing (Johnson et al. 1974, "Worst-case performance
+    bounds for simple one-dimensional packing algorithms"). ``lengths`` are distinct, from 1 to ``capacity``.
     """
     packer = _BestFit(capacity, max_samples or capacity, shortest=min(lengths, default=1))
     for length, count in zip(lengths, counts, strict=True):
@@ -308,24 +308,24 @@ def place_exact_fit(
     Args:
         lengths: distinct, from 1 to ``capacity``.
         counts: number of samples of each length, 1 or more.
-        scarcity_factor: as for ``slots_are_scarce``; 0 takes the longest samples that fit, whatever ``max_samples`` is.
-        noise: numbers from 0, for the best choice, to 1; the choices use them in turn, again and again.
+        scarcity_factor: as for ``slots_are_scarce``; 0: they never are.
+        noise: numbers from 0 to 1, which the choices use in turn: 0 makes the best choice, larger ones vary it.
     """
     unplaced = _UnplacedSamples(lengths, counts)
-    packer = _ExactFit(unplaced, capacity, max_samples or capacity, scarcity_factor, itertools.cycle(noise))
+    max_samples = max_samples or capacity  # samples have one token or more
+    packer = _ExactFit(unplaced, capacity, max_samples, scarcity_factor, itertools.cycle(noise))
     placements: list[Placement] = []
     ranges: list[PackRange] = []
-    num_packs = 0
+    first_pack = 0
     while unplaced.num_samples:
         count_by_length = packer.take_pack()
-        num_more = unplaced.take_more_packs(count_by_length)
-        equal_packs = PackRange(num_packs, 1 + num_more, sum(count_by_length.values()))
-        first_slot = 0
+        num_equal_packs = 1 + unplaced.take_more_packs(count_by_length)
+        num_samples = 0  # of each pack
         for length, count in count_by_length.items():
-            placements.append(Placement(num_packs, equal_packs.num_packs, first_slot, count, length))
-            first_slot += count
-        ranges.append(equal_packs)
-        num_packs += equal_packs.num_packs
+            placements.append(Placement(first_pack, num_equal_packs, num_samples, count, length))
+            num_samples += count
+        ranges.append(PackRange(first_pack, num_equal_packs, num_samples))
+        first_pack += num_equal_packs
     return Placements.from_rows(placements, ranges)
 
 
@@ -350,8 +350,9 @@ class _ExactFit(NamedTuple):
         """Remove the samples of one pack from the unplaced ones; return how many of each length, the longest first."""
         unplaced = self.unplaced
         longest = unplaced.longest()
-        max_shortening = int(longest * MAX_SHORTENING * next(self.noise))
-        first_length = unplaced.shortest_from(longest - max_shortening)  # noise makes it shorter than the longest
+        # The longest sample begins the pack or, with noise, one that is a little shorter.
+        min_first_length = longest - int(longest * MAX_SHORTENING * next(self.noise))
+        first_length = unplaced.shortest_from(min_first_length)
         unplaced.take(first_length, 1)
         count_by_length = {first_length: 1}
         free_tokens = self.capacity - first_length
@@ -370,21 +371,22 @@ class _ExactFit(NamedTuple):
     def _next_lengths(self, free_tokens: int, free_slots: int) -> tuple[int, ...]:
         """Choose the lengths of the one or two samples that a pack takes next; () if none fits.
 
-        Best is a sample that nearly fills the pack, then two that fill it exactly, then the longest that fits.
+        The choices, best first: one sample that leaves a tiny gap, two that leave none, the longest that fits.
         """
-        unplaced, noise = self.unplaced, next(self.noise)
+        unplaced = self.unplaced
+        noise = next(self.noise)
         if slots_are_scarce(free_tokens, free_slots, unplaced.num_samples, unplaced.num_tokens, self.scarcity_factor):
             return unplaced.for_scarce_slots(free_tokens, free_slots, noise)
         max_gap = int(self.capacity * MAX_GAP_SHARE)
-        min_gap = int(max_gap * noise)
-        filling = unplaced.longest_between(free_tokens - max_gap, free_tokens - min_gap)
-        if filling >= 0:
-            return (filling,)
+        min_gap = int(max_gap * noise)  # noise rules out the tightest fits, so that packs vary
+        filling_length = unplaced.longest_between(free_tokens - max_gap, free_tokens - min_gap)
+        if filling_length >= 0:
+            return (filling_length,)
         pair = unplaced.pair(free_tokens, noise) if free_slots >= 2 else None
         if pair is not None:
             return pair
         longest_fitting = unplaced.longest_up_to(free_tokens)
-        return (longest_fitting,) if longest_fitting >= 0 else ()
+        return () if longest_fitting < 0 else (longest_fitting,)
 
 
 class _UnplacedSamples(LengthSet):
@@ -428,10 +430,7 @@ class _UnplacedSamples(LengthSet):
         return num_packs
 
     def for_scarce_slots(self, free_tokens: int, free_slots: int, noise: float) -> tuple[int, ...]:
-        """Choose two samples that fill a pack and its last two slots, else one with an equal share of the free tokens.
-
-        Returns their lengths; () if no sample fits.
-        """
+        """Choose two lengths that fill a pack's last two slots, else an equal share of its tokens; () if none fits."""
         pair = self.pair(free_tokens, noise) if free_slots == 2 else None
         if pair is not None:
             return pair
@@ -481,31 +480,26 @@ def pack_histogram(
     epoch: int,
     stream: int = 0,
 ) -> PackPlan:
-    """Pack by best-fit decreasing over the histogram of lengths, with different packs in every epoch, but equally many.
+    """Pack samples by their lengths, (N,): every epoch has different packs, but as many as the first.
 
-    Best-fit decreasing (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-case performance bounds for simple
-    one-dimensional packing algorithms") needs at most 11/9 of the fewest possible packs + 4.
-
-    ``lengths``, (N,), are from 1 to ``capacity``. Without ``shuffle`` nothing is drawn at random, and the order of the
-    cache is kept as far as possible. ``stream`` is added to the numbers of the random streams.
+    Without ``shuffle`` nothing is random, and packs follow the order of the samples as far as possible. ``stream`` is
+    an offset of the random streams, as from ``of_window``.
     """
-    distinct, counts = count_lengths(lengths)
-    shortest = int(distinct.min(initial=capacity))
-    if max_samples is not None and capacity // shortest <= max_samples:
-        max_samples = None  # not even packs of the shortest samples reach the limit
-    noise = None
-    has_few_equal_lengths = len(lengths) < MIN_SAMPLES_PER_LENGTH * len(distinct)
-    if shuffle and has_few_equal_lengths:
-        noise = seeded_uniform(len(distinct), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
-    placements, num_packs = _place_in_fewest_packs(distinct, counts, capacity, max_samples, noise)
+    histogram = _Histogram(lengths, capacity, max_samples)
+    placements = histogram.fewest_packs
+    num_packs = placements.total_packs
     if not shuffle:
         longest_first = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
-        return sort_by_sample(_fill_packs(longest_first, placements, np.arange(placements.total_packs), capacity))
+        return sort_by_sample(_fill_packs(longest_first, placements, np.arange(num_packs), capacity))
+    if histogram.has_few_equal_lengths:  # without noise, epochs would have many packs in common
+        noise = seeded_uniform(len(histogram.lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
+        placements = histogram.place_with_noise(noise)
+        num_packs = histogram.num_packs_with_noise
     draw_order = partial(seeded_order, seed=seed, epoch=epoch)
     longest_first = draw_order(len(lengths), stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths)
     pack_order = draw_order(placements.total_packs, stream=stream + RandomStream.PACK_ORDER)
     packs = _fill_packs(longest_first, placements, pack_order, capacity)
-    return split_to_count(packs, num_packs)  # this epoch's noise may need fewer packs
+    return split_to_count(packs, num_packs)  # placements with noise may have fewer packs
 
 
 def _fill_packs(longest_first: Int64Array, placements: Placements, pack_order: Int64Array, capacity: int) -> PackPlan:
@@ -521,77 +515,84 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
 
     ``distinct``, (D,), are the lengths, the longest first, and ``counts``, (D,), the number of samples of each.
 
-    Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): samples
-    longer than half a pack need a pack each. Shorter samples, of at least some minimum, need further packs unless they
-    fit beside a long one, into a gap that is not shorter than that minimum.
+    Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): each sample
+    longer than half a pack needs its own pack, and leaves a gap. Of the others, those of at least some minimum length
+    can use the gaps of that length or more; for their remaining tokens they need further packs.
     """
     is_long = distinct > capacity // 2
-    num_long = int(counts[is_long].sum())
-    gaps = capacity - distinct[is_long]  # free tokens beside each long length, the shortest gap first
-    gap_tokens = to_offsets(gaps * counts[is_long])  # sums over the shortest gaps: over none, one, two, ...
+    gaps = capacity - distinct[is_long]  # beside a sample of each long length, the shortest gap first
+    tokens_of_shortest_gaps = to_offsets(gaps * counts[is_long])  # entry i: sum over the i shortest
     # Each short length is tried as the minimum, (k,).
     min_lengths = distinct[~is_long]
-    tokens = np.cumsum(min_lengths * counts[~is_long])  # of all short samples that are not shorter
-    num_short_gaps = np.searchsorted(gaps, min_lengths)
-    usable_tokens = gap_tokens[-1] - gap_tokens[num_short_gaps]
+    tokens = np.cumsum(min_lengths * counts[~is_long])  # of the short samples of at least the minimum
+    num_unusable_gaps = np.searchsorted(gaps, min_lengths)
+    usable_tokens = tokens_of_shortest_gaps[-1] - tokens_of_shortest_gaps[num_unusable_gaps]
     num_further_packs = -(-(tokens - usable_tokens) // capacity)  # rounded up
-    bound = num_long + int(num_further_packs.max(initial=0))
+    bound = int(counts[is_long].sum()) + int(num_further_packs.max(initial=0))
     if max_samples:
         bound = max(bound, math.ceil(int(counts.sum()) / max_samples))
     return bound
 
 
-def _place_in_fewest_packs(
-    distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs | None
-) -> tuple[Placements, int]:
-    """Place by best fit or, where that needs fewer packs, by exact fit; arguments as for ``min_packs``.
+class _Histogram:
+    """Samples counted by length, and their placements in packs; ``lengths``, int64 (D,), are the distinct ones."""
 
-    ``noise``, (D,), from 0 to 1, varies which lengths share a pack; None varies nothing. Returns placements, and the
-    number of packs of every epoch: the placements may have fewer, depending on the noise.
-    """
-    lengths = distinct.tolist()
-    best_fit = place_best_fit(lengths, counts.tolist(), capacity, max_samples)
-    exact_fit = partial(place_exact_fit, lengths, counts.tolist(), capacity, max_samples=max_samples)
-    fewest = best_fit
-    best_factor = None  # the scarcity factor of exact fit, if that needs fewer packs than best fit
-    enough_packs = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
-    for factor in _factors_for_exact_fit(distinct, max_samples):
-        if fewest.total_packs <= enough_packs:
-            break
-        exact = exact_fit(scarcity_factor=factor)
-        if exact.total_packs < fewest.total_packs:
-            fewest, best_factor = exact, factor
-    if noise is None:
-        return fewest, fewest.total_packs
-    # With noise, exact fit may need a few more packs than without, so every epoch gets a few more.
-    num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)
-    if best_factor is None or num_packs >= best_fit.total_packs:
-        return _vary_best_fit(best_fit, distinct, counts, capacity, max_samples, noise), best_fit.total_packs
-    varied = exact_fit(scarcity_factor=best_factor, noise=noise.tolist())
-    return (varied if varied.total_packs <= num_packs else fewest), num_packs
+    def __init__(self, sample_lengths: Int32Array, capacity: int, max_samples: int | None) -> None:
+        self.lengths, self._counts = count_lengths(sample_lengths)
+        shortest = int(self.lengths.min(initial=capacity))
+        if max_samples is not None and capacity // shortest <= max_samples:
+            max_samples = None  # not even packs of the shortest samples reach the limit
+        self._capacity, self._max_samples = capacity, max_samples
+        self.has_few_equal_lengths = len(sample_lengths) < MIN_SAMPLES_PER_LENGTH * len(self.lengths)
+        self._best_fit = place_best_fit(self.lengths.tolist(), self._counts.tolist(), capacity, max_samples)
+        self.fewest_packs, self._scarcity_factor = self._place_in_fewest_packs()
 
+    @property
+    def num_packs_with_noise(self) -> int:
+        """Number of packs that placements with any noise do not exceed."""
+        fewest = self.fewest_packs.total_packs
+        return min(fewest + 1 + int(fewest * _SLACK), self._best_fit.total_packs)
 
-def _factors_for_exact_fit(distinct: Int64Array, max_samples: int | None) -> tuple[float, ...]:
-    """Return the scarcity factors to try, in this order."""
-    if max_samples:
-        return _SCARCITY_FACTORS
-    finds_pairs = distinct.max(initial=0) <= MAX_BITS_FOR_PAIRS
-    return (0.0,) if finds_pairs else ()  # without a limit of samples, no slots are scarce
+    def place_with_noise(self, noise: Costs) -> Placements:
+        """Vary with ``noise``, (D,), from 0 to 1, which lengths share a pack."""
+        if self.num_packs_with_noise == self._best_fit.total_packs:
+            return self._vary_best_fit(noise)
+        varied = self._place_exact_fit(self._scarcity_factor, noise.tolist())
+        return varied if varied.total_packs <= self.num_packs_with_noise else self.fewest_packs
 
+    def _place_in_fewest_packs(self) -> tuple[Placements, float]:
+        """Place by best fit, or by exact fit if that needs fewer packs; return also exact fit's scarcity factor."""
+        fewest, best_factor = self._best_fit, 0.0
+        lower_bound = min_packs(self.lengths, self._counts, self._capacity, self._max_samples)
+        enough_packs = int(lower_bound * (1 + MAX_EXCESS))
+        for factor in self._factors_to_try():
+            if fewest.total_packs <= enough_packs:
+                break
+            exact_fit = self._place_exact_fit(factor)
+            if exact_fit.total_packs < fewest.total_packs:
+                fewest, best_factor = exact_fit, factor
+        return fewest, best_factor
 
-def _vary_best_fit(
-    best_fit: Placements, distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs
-) -> Placements:
-    """Place by best fit with ``noise``, (D,), in the order of lengths, with no more packs than ``best_fit``.
+    def _factors_to_try(self) -> tuple[float, ...]:
+        """Return the scarcity factors for exact fit."""
+        if self._max_samples:
+            return _SCARCITY_FACTORS
+        finds_pairs = self.lengths.max(initial=0) <= MAX_BITS_FOR_PAIRS
+        return (0.0,) if finds_pairs else ()  # without a limit of samples, no slots are scarce
 
-    Without noise, epochs have many packs in common.
-    """
-    # The more samples a length has, the less noise is needed, and the more packs it costs.
-    rarity = len(counts) / int(counts.sum())
-    for divisor in (1, 4, 16):
-        max_change = 0.1 * rarity * rarity / divisor
-        order = np.argsort(-distinct * (1 + max_change * noise), kind="stable")
-        varied = place_best_fit(distinct[order].tolist(), counts[order].tolist(), capacity, max_samples)
-        if varied.total_packs == best_fit.total_packs:
-            return varied
-    return best_fit
+    def _vary_best_fit(self, noise: Costs) -> Placements:
+        """Place by best fit in an order of lengths with ``noise``, (D,): as much as needs no further packs."""
+        # The more samples a length has, the less noise is needed, and the more packs it costs.
+        rarity = len(self.lengths) / int(self._counts.sum())
+        for divisor in (1, 4, 16):
+            max_change = 0.1 * rarity * rarity / divisor
+            order = np.argsort(-self.lengths * (1 + max_change * noise), kind="stable")
+            lengths, counts = self.lengths[order].tolist(), self._counts[order].tolist()
+            varied = place_best_fit(lengths, counts, self._capacity, self._max_samples)
+            if varied.total_packs == self._best_fit.total_packs:
+                return varied
+        return self._best_fit
+
+    def _place_exact_fit(self, scarcity_factor: float, noise: Sequence[float] = (0.0,)) -> Placements:
+        place = partial(place_exact_fit, max_samples=self._max_samples, scarcity_factor=scarcity_factor, noise=noise)
+        return place(self.lengths.tolist(), self._counts.tolist(), self._capacity)

@@ -41,7 +41,8 @@ _SCARCITY_FACTORS = (1.5, 2.0, 4.0, 1e9, 0.0)
 _MAX_CLASSES_TRIED = 4
 _SLACK, _SLACK_PACKS = 3e-4, 2
 """Share of packs, and number of packs, by which every epoch may exceed the packs that epoch 0 needs."""
-_NOISE_STREAMS = (RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3)  # one an attempt
+_FIRST_NOISE = RandomStream.JITTER
+_FURTHER_NOISE = RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3  # for attempts to need fewer packs
 
 
 class PackLimits(NamedTuple):
@@ -52,7 +53,7 @@ class PackLimits(NamedTuple):
     samples: int
 
 
-_num_packs_of_first_epoch: dict[str, int] = {}  # remembered by this process, by a hash of samples, limits and seed
+_num_packs_of_epochs: dict[str, int] = {}  # remembered by this process, by a hash of samples, limits and seed
 
 
 def check_media_tokens(
@@ -94,37 +95,34 @@ def pack_within_budgets(
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Pack N samples within ``limits``, with different packs in every epoch, but equally many.
+    """Pack samples, (N,), within ``limits``: every epoch has different packs, but equally many.
 
-    ``lengths`` and ``media_tokens`` are (N,). Without ``shuffle`` nothing is drawn at random. ``stream`` is added to
-    the numbers of the random streams.
+    Without ``shuffle`` nothing is random. ``stream`` is an offset of the random streams, as from ``of_window``.
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
         return sort_by_sample(place_within_budgets(lengths, media_tokens, limits, order, noise=None))
 
-    @cache
+    @cache  # epoch 0 is needed for its number of packs, and perhaps for its plan
     def pack_epoch(number: int, noise_stream: int) -> PackPlan:
         order = seeded_order(len(lengths), seed=seed, epoch=number, stream=stream + RandomStream.BUDGET_ORDER)
         noise = seeded_uniform(len(lengths), seed=seed, epoch=number, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
-    def pack_into(max_packs: int) -> PackPlan:
-        for noise_stream in _NOISE_STREAMS:
-            plan = pack_epoch(epoch, noise_stream)
-            if plan.num_packs <= max_packs:
-                return plan
-        return pack_epoch(0, _NOISE_STREAMS[0])  # has few enough
-
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
-    if key not in _num_packs_of_first_epoch:
-        _num_packs_of_first_epoch[key] = pack_epoch(0, _NOISE_STREAMS[0]).num_packs
-    num_first_packs = _num_packs_of_first_epoch[key]
-    num_packs = num_first_packs + _SLACK_PACKS + int(num_first_packs * _SLACK)  # other epochs may need more
-    num_packs = min(num_packs, len(lengths))  # no pack is empty
-    plan = pack_into(num_packs)
-    order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
-    return split_to_count(select_packs(plan, order), num_packs)
+    if key not in _num_packs_of_epochs:
+        needed_packs = pack_epoch(0, _FIRST_NOISE).num_packs
+        slack = _SLACK_PACKS + int(needed_packs * _SLACK)  # other epochs may need more
+        _num_packs_of_epochs[key] = min(needed_packs + slack, len(lengths))  # no pack is empty
+    num_packs = _num_packs_of_epochs[key]
+    plan = pack_epoch(epoch, _FIRST_NOISE)
+    for noise_stream in _FURTHER_NOISE:
+        if plan.num_packs > num_packs:
+            plan = pack_epoch(epoch, noise_stream)
+    if plan.num_packs > num_packs:
+        plan = pack_epoch(0, _FIRST_NOISE)  # never needs more
+    pack_order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
+    return split_to_count(select_packs(plan, pack_order), num_packs)
 
 
 def place_within_budgets(
@@ -132,19 +130,17 @@ def place_within_budgets(
 ) -> PackPlan:
     """Fill packs one after the other; return them in the order in which they were filled.
 
-    Each pack begins with the largest remaining sample, by its share of a pack's tokens or media tokens. Cost: about six
-    microseconds a sample.
+    Each pack begins with the largest remaining sample, by its share of a pack's tokens or media tokens.
 
-    All arrays are (N,). ``order`` lists the samples: of similar samples, the first is packed first. ``noise``, from 0
-    to 1, varies which samples begin packs, and how full packs become; None varies nothing.
+    All arrays are (N,). Of similar samples, the first one in ``order`` is packed first. ``noise``, from 0 to 1, varies
+    which samples begin packs, and how many tokens stay free.
     """
     shares = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)
     if noise is not None:
         shares *= 1 - MAX_SHORTENING * noise
-    scarcity_factor = 0.0
-    shortest = int(lengths.min()) if len(lengths) else limits.tokens
-    can_reach_max_samples = limits.samples * shortest < limits.tokens
-    if can_reach_max_samples:
+    scarcity_factor = 0.0  # slots are never scarce
+    shortest = int(lengths.min(initial=limits.tokens))
+    if limits.samples * shortest < limits.tokens:  # the limit of samples may leave tokens free
         subset = order[:: math.ceil(len(order) / _MAX_SUBSET)]  # evenly spaced samples
         scarcity_factor = _best_scarcity_factor(lengths[subset], media_tokens[subset], limits, shares[subset])
     packer = _Packer(lengths, media_tokens, order, limits, scarcity_factor)
@@ -192,8 +188,7 @@ class _Packer:
         max_density, class_of_sample = _density_classes(media_tokens / lengths)
         self._max_density: list[float] = max_density.tolist()
         self._make_groups(lengths, class_of_sample, order)
-        # Lower bound of the lengths left in each class, which saves most searches without a result.
-        self._min_length = [1] * len(self._max_density)
+        self._min_length = [1] * len(self._max_density)  # lower bound of the lengths left in each class
 
     def _make_groups(self, lengths: Int32Array, class_of_sample: Int64Array, order: Int64Array) -> None:
         """Group samples (N,) of equal class and length; groups are used up from their ends, the first in ``order``."""
@@ -220,10 +215,7 @@ class _Packer:
         self._lengths_in_class = [LengthSet(group_by_length) for group_by_length in self._group_by_length]
 
     def pack(self, largest_first: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
-        """Pack all samples; return samples in pack order, (N,), and the sizes of packs.
-
-        ``largest_first``, (N,), lists the samples that begin packs. ``noise``, (N,), varies how full packs become.
-        """
+        """Pack all samples, beginning packs with the largest; return samples in pack order, (N,), and pack sizes."""
         packed: list[int] = []
         sizes: list[int] = []
         max_gap = int(self._limits.tokens * MAX_GAP_SHARE)
@@ -236,11 +228,8 @@ class _Packer:
         return np.array(packed, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
     def _fill_pack(self, first_sample: int, packed: list[int], min_gap: int, max_gap: int) -> None:
-        """Append the samples of one pack to ``packed``, beginning with ``first_sample``.
-
-        The last sample of a pack should leave ``min_gap`` to ``max_gap`` tokens free.
-        """
-        free_tokens, free_media, free_slots = self._limits  # at first all are free
+        """Append the samples of one pack to ``packed``, leaving ``min_gap`` to ``max_gap`` tokens if possible."""
+        free_tokens, free_media, free_slots = self._limits
         sample = first_sample
         while True:
             packed.append(sample)
@@ -274,47 +263,47 @@ class _Packer:
             del self._group_by_length[density_class][length]
 
     def _next_group(self, free_tokens: int, free_media: int, free_slots: int, min_gap: int, max_gap: int) -> int | None:
-        """Choose the group that a pack takes its next sample from; None if no sample fits.
+        """Choose the group of equal samples that a pack takes its next sample from; None if no sample fits.
 
-        It fills the pack up to a gap of ``min_gap`` to ``max_gap`` tokens, or else is the longest that fits. Where
-        slots are scarce, it has about the tokens of an equal share of the free ones.
+        A sample fills the pack up to a gap of ``min_gap`` to ``max_gap`` tokens, or else is the longest that fits.
+        Where slots are scarce, it takes about an equal share of the free tokens.
         """
-        # The densest class whose samples could fill all free tokens within the free media tokens; -1 if there is none.
-        filling_class = bisect_right(self._max_density, free_media / free_tokens) - 1
+        # The densest class whose samples, up to the free tokens, never exceed the free media tokens; -1 if none is so.
+        densest_safe = bisect_right(self._max_density, free_media / free_tokens) - 1
         if slots_are_scarce(free_tokens, free_slots, self._num_left, self._tokens_left, self._scarcity_factor):
-            return self._fitting_group(filling_class, free_tokens, free_media, free_tokens // free_slots)
-        filling_group = self._filling_group(filling_class, free_tokens - max_gap, free_tokens - min_gap)
+            return self._fitting_group(densest_safe, free_tokens, free_media, free_tokens // free_slots)
+        filling_group = self._filling_group(densest_safe, free_tokens - max_gap, free_tokens - min_gap)
         if filling_group is not None:
             return filling_group
-        return self._fitting_group(filling_class, free_tokens, free_media, free_tokens)
+        return self._fitting_group(densest_safe, free_tokens, free_media, free_tokens)
 
-    def _fitting_group(self, filling_class: int, free_tokens: int, free_media: int, wanted_length: int) -> int | None:
-        """Return a group that fits, from the first class with any: ``filling_class``, those below it, those above.
+    def _fitting_group(self, densest_safe: int, free_tokens: int, free_media: int, wanted_length: int) -> int | None:
+        """Return the group of samples that fit and are nearest to ``wanted_length``; None if none fits.
 
-        Of the class it is the group nearest in length to ``wanted_length``.
+        It is in the first class with samples that fit: ``densest_safe``, those below it, those above.
         """
-        less_dense = range(filling_class, -1, -1)
-        denser = range(filling_class + 1, len(self._max_density))
+        less_dense = range(densest_safe, -1, -1)
+        denser = range(densest_safe + 1, len(self._max_density))
         for density_class in (*less_dense, *denser):
             max_length = free_tokens
-            if density_class > filling_class:
+            if density_class > densest_safe:
                 max_length = int(free_media / self._max_density[density_class])
             if max_length < self._min_length[density_class]:
                 continue
             lengths = self._lengths_in_class[density_class]
             length = lengths.longest_up_to(max_length)
             if length < 0:
-                self._min_length[density_class] = max_length + 1
+                self._min_length[density_class] = max_length + 1  # saves further searches
                 continue
             if wanted_length < length:
                 length = lengths.nearest(wanted_length, max_length=length)
             return self._group_by_length[density_class][length]
         return None
 
-    def _filling_group(self, filling_class: int, min_length: int, max_length: int) -> int | None:
-        """Return the group of the longest samples of these lengths, in ``filling_class`` or a few classes below."""
-        last_class = max(filling_class - _MAX_CLASSES_TRIED, -1)  # exclusive
-        for density_class in range(filling_class, last_class, -1):
+    def _filling_group(self, densest_safe: int, min_length: int, max_length: int) -> int | None:
+        """Return the group of the longest samples of these lengths, in ``densest_safe`` or a few classes below."""
+        last_class = max(densest_safe - _MAX_CLASSES_TRIED, -1)  # exclusive
+        for density_class in range(densest_safe, last_class, -1):
             length = self._lengths_in_class[density_class].longest_between(min_length, max_length)
             if length >= 0:
                 return self._group_by_length[density_class][length]

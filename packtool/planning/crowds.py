@@ -7,7 +7,7 @@ have ten in one of them, and then any window of steps with that pack has too man
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -61,35 +61,34 @@ class _Exchanges:
 
         The partner gives nothing in return or, if it then has too little space, one of its slots of other sources.
         """
-        sources = self._slots.sources
         crowded_slots, partner_slots = self._slots_of(crowded), self._slots_of(partner)
         # Afterwards the partner has at most half of the maximum. A crowded pack has more, so is never its own partner.
         max_moved = self.max_counts[source] // 2 - self._count(partner_slots, source)
         if max_moved <= 0:
             return False
+        sources = self._slots.sources
         crowd = self._longest_first(slot for slot in crowded_slots if sources[slot] == source)
         others = self._longest_first(slot for slot in partner_slots if sources[slot] != source)
-        nothing: list[int] = []
-        for given_back in (nothing, *([slot] for slot in reversed(others))):  # the shortest first
-            remaining = [slot for slot in partner_slots if slot not in given_back]
+        # Nothing, or one slot, the shortest first.
+        returns: list[list[int]] = [[], *([slot] for slot in reversed(others))]
+        for returned in returns:
+            remaining = [slot for slot in partner_slots if slot not in returned]
             for moved in self._selections(crowd, remaining, max_moved):
-                new_crowded = [slot for slot in crowded_slots if slot not in moved] + given_back
-                # It may still be crowded with ``source``, but not with the source of the slot that it got.
-                if self._fits(new_crowded) and not self._is_crowded(new_crowded, sources[given_back].tolist()):
+                new_crowded = [slot for slot in crowded_slots if slot not in moved] + returned
+                # It may still be crowded with ``source``, but must not be with the source of the returned slot.
+                if self._fits(new_crowded) and not self._is_crowded(new_crowded, of_slots=returned):
                     self._changed[partner] = remaining + moved
                     self._changed[crowded] = new_crowded
                     return True
         return False
 
-    def _is_crowded(self, pack: list[int], sources: Sequence[int]) -> bool:
-        """Return whether a pack has too many slots of one of these sources."""
+    def _is_crowded(self, pack: list[int], of_slots: list[int]) -> bool:
+        """Return whether a pack has too many slots of the source of one of these slots."""
+        sources = self._slots.sources[of_slots].tolist()
         return any(self._count(pack, source) > self.max_counts[source] for source in sources)
 
     def _selections(self, crowd: list[int], pack: list[int], max_moved: int) -> Iterator[list[int]]:
-        """Yield selections of slots that fit into a pack together: for each slot as the longest one, the next that fit.
-
-        ``crowd`` is sorted by length, the longest first.
-        """
+        """Yield lists of slots of the crowd that fit into a pack together, each beginning with a shorter slot."""
         for start in range(len(crowd)):
             selection = self._select_fitting(crowd[start:], pack, max_moved)
             if selection:

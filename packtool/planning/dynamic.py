@@ -46,10 +46,7 @@ class Limit(NamedTuple):
 def assign_by_tokens(
     lengths: IntArray, *, samples_per_step: int, num_ranks: int, max_tokens: int, max_samples: int | None = None
 ) -> StepAssignment:
-    """Divide the samples of every step into micro-batches of at most ``max_tokens`` tokens, which no sample may exceed.
-
-    ``lengths``, (K,), are in the order of the epoch; the last step has the remaining samples.
-    """
+    """Divide the samples of every step, (K,) in epoch order, into micro-batches of at most ``max_tokens`` tokens."""
     longest = int(lengths.max(initial=0))
     if longest > max_tokens:
         num_over = int(np.count_nonzero(lengths > max_tokens))
@@ -65,14 +62,14 @@ def assign_by_tokens(
 def assign_samples(
     samples: PackPlan, costs: Costs | None, options: PlanOptions, media_tokens: IntArray | None = None
 ) -> StepAssignment:
-    """Divide the samples of each step into micro-batches, few and of about equal work, equally many for every rank.
+    """Divide the samples of each step into few micro-batches of about equal work, equally many for every rank.
 
         order of the epoch   3 7 2 1 | 4 4 3 3 | 5 2       lengths; 4 samples a step, packs of 8, two ranks
         step 0               rank 0 [7]    rank 1 [3 2 1]
         step 1               rank 0 [4 3]  rank 1 [4 3]
         step 2               rank 0 [5]    rank 1 [2]
 
-    A micro-batch may be empty. Samples of a tree, which share prefixes, are in one micro-batch.
+    A micro-batch may be empty. Samples that share a prefix are in one micro-batch.
 
     ``samples`` has the N samples of the epoch in its order, each in a pack of its own. ``costs``, (N,), are their work,
     by default their tokens. ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
@@ -83,10 +80,9 @@ def assign_samples(
     sample_media = None if media_tokens is None else media_tokens[samples.samples]
     leaders = None
     if samples.shared_tokens is not None:
-        # The first sample of a tree, its leader, gets the amounts of the others, which follow it.
-        begins_tree = samples.shared_tokens == 0
-        leaders = np.maximum.accumulate(np.where(begins_tree, np.arange(len(lengths)), 0))
-        work = np.bincount(leaders, work, len(work))
+        # The first of the samples that share a prefix, their leader, gets the amounts of all, and the others follow it.
+        leaders = _leaders_of_trees(samples.shared_tokens)
+        work = np.bincount(leaders, weights=work, minlength=len(work))
         lengths = _sums_of_trees(leaders, lengths)
         sample_media = None if sample_media is None else _sums_of_trees(leaders, sample_media)
     limits = _limits(lengths, samples.capacity, options.max_samples_per_pack)
@@ -97,11 +93,16 @@ def assign_samples(
     return _divide_steps(work, limits, options.samples_per_step, options.world_size, ranks_first=True, leaders=leaders)
 
 
+def _leaders_of_trees(shared_tokens: IntArray) -> Int64Array:
+    """Return the leader of each sample, (N,): each sample that shares nothing with the one before it leads a tree."""
+    begins_tree = shared_tokens == 0
+    tree_of_sample = np.cumsum(begins_tree) - 1
+    return np.flatnonzero(begins_tree)[tree_of_sample]
+
+
 def _sums_of_trees(leaders: Int64Array, values: IntArray) -> IntArray:
     """Sum ``values`` (N,) over each tree: int64 (N,), the sum for its leader, 0 for other samples."""
-    sums = np.zeros(len(values), np.int64)
-    np.add.at(sums, leaders, values)
-    return sums
+    return np.bincount(leaders, weights=values, minlength=len(values)).astype(np.int64)
 
 
 def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list[Limit]:
@@ -123,18 +124,22 @@ def _divide_steps(
     """Place K samples in bins, step by step; each bin becomes a micro-batch of a rank, the heaviest first.
 
     With ``ranks_first``, a sample goes to the rank with the least work in its step, and there to a bin; otherwise bins
-    are filled first and then assigned to ranks. ``work``: of each sample, (K,). ``leaders``: (K,), numbers of samples;
-    each sample goes to the bin of its leader.
+    are filled first and then assigned to ranks. ``work``: of each sample, (K,). ``leaders``, (K,): the sample whose bin
+    each sample shares, and which has the work and the sizes of all that it leads.
     """
-    num_groups = num_ranks if ranks_first else 1  # groups of bins, between which work is balanced first
+    # Work is balanced between groups of bins, and then within each: the bins of a rank, or all bins of a step.
+    num_groups = num_ranks if ranks_first else 1
     bin_of_sample, num_bins = _bins_of_steps(work, limits, samples_per_step, num_ranks, num_groups)
     if leaders is not None:
         bin_of_sample = bin_of_sample[leaders]
     bin_work = np.bincount(bin_of_sample, weights=work, minlength=int(num_bins.sum()))
     micro_batch_of_bin = _number_by_rank(bin_work, num_bins, num_ranks, ranks_first=ranks_first)
     micro_batch_of_sample = micro_batch_of_bin[bin_of_sample]
-    sizes = np.bincount(micro_batch_of_sample, minlength=len(bin_work))
-    return StepAssignment(np.argsort(micro_batch_of_sample, kind="stable"), sizes, num_bins)
+    return StepAssignment(
+        order=np.argsort(micro_batch_of_sample, kind="stable"),
+        micro_batch_sizes=np.bincount(micro_batch_of_sample, minlength=len(bin_work)),
+        micro_batches_per_step=num_bins,
+    )
 
 
 def _bins_of_steps(
@@ -142,20 +147,20 @@ def _bins_of_steps(
 ) -> tuple[Int64Array, Int64Array]:
     """Return the bin of each sample, numbered over all S steps, (K,), and the number of bins of each step, (S,)."""
     samples = np.arange(len(work))
-    step_of_sample = samples // samples_per_step
-    num_in_full_steps = len(work) // samples_per_step * samples_per_step
-    full_steps = samples[:num_in_full_steps].reshape(-1, samples_per_step)
-    last_step = samples[num_in_full_steps:].reshape(1, -1)
-    bin_in_step = np.zeros(len(work), np.int64)
-    num_bins = np.zeros(-(-len(work) // samples_per_step), np.int64)
-    for steps in (full_steps, last_step):  # the samples of each step, (s, n)
-        if steps.size:
-            step_limits = [limit.select(steps) for limit in limits]
-            bins, num_bins_of_steps = _find_bins(work[steps], step_limits, num_ranks, num_groups)
-            bin_in_step[steps] = bins
-            num_bins[step_of_sample[steps[:, 0]]] = num_bins_of_steps
-    first_bins = to_offsets(num_bins)[:-1]
-    return first_bins[step_of_sample] + bin_in_step, num_bins
+    num_full_steps = len(work) // samples_per_step
+    full_steps, last_step = np.split(samples, [num_full_steps * samples_per_step])
+    steps_of_equal_size = [full_steps.reshape(num_full_steps, samples_per_step)]  # (steps, samples of a step)
+    if len(last_step):
+        steps_of_equal_size.append(last_step.reshape(1, -1))
+    bin_in_step, num_bins = [], []
+    for steps in steps_of_equal_size:
+        step_limits = [limit.select(steps) for limit in limits]
+        bins, num_bins_of_steps = _find_bins(work[steps], step_limits, num_ranks, num_groups)
+        bin_in_step.append(bins.reshape(-1))
+        num_bins.append(num_bins_of_steps)
+    num_bins_per_step = np.concatenate(num_bins)
+    first_bin_of_step = to_offsets(num_bins_per_step)[:-1]
+    return first_bin_of_step[samples // samples_per_step] + np.concatenate(bin_in_step), num_bins_per_step
 
 
 def _number_by_rank(
@@ -172,46 +177,45 @@ def _number_by_rank(
         bins_per_rank = num_bins // num_ranks
         rank_of_bin = index_in_step // bins_per_rank[step_of_bin]
     else:
-        heaviest_first = np.lexsort((-bin_work, step_of_bin))  # in each step
+        heaviest_first = np.lexsort((-bin_work, step_of_bin))  # in each step, at the positions that the step had
         rank_of_bin = np.empty(len(bin_work), np.int64)
         rank_of_bin[heaviest_first] = index_in_step % num_ranks
-    order = np.lexsort((-bin_work, rank_of_bin, step_of_bin))  # by step, then rank, then work
-    return invert_order(order)
+    bins_in_order = np.lexsort((-bin_work, rank_of_bin, step_of_bin))  # the last key comes first
+    return invert_order(bins_in_order)
 
 
 def _find_bins(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Place the samples of S steps, n in each, in the fewest bins of each step, a multiple of ``num_ranks``.
+    """Place the samples of S steps, n in each, in few bins: as many of each step as all ranks can share equally.
 
-    Returns the bin of each sample within its step, (S, n), and the number of bins of each step, (S,). The bins of a
-    step are divided equally among ``num_groups``. ``work`` and the sizes of ``limits`` are (S, n).
+    Returns the bin of each sample within its step, (S, n), and the number of bins of each step, (S,). ``work`` and the
+    sizes of ``limits`` are (S, n). ``num_groups``: of the bins of a step, as for ``_place_in_bins``.
     """
     heaviest_first = np.argsort(-work, axis=1, kind="stable")
     min_bins = np.max([_min_bins(limit) for limit in limits], axis=0)
-    num_bins = -(-min_bins // num_ranks) * num_ranks  # rounded up
+    num_bins = -(-min_bins // num_ranks) * num_ranks  # rounded up to a multiple
     bin_of_sample = np.zeros(work.shape, np.int64)
     open_steps = np.arange(len(work))  # steps whose samples did not fit yet
     while len(open_steps):
         fits = np.zeros(len(work), np.bool_)
-        for equal_num_bins, steps in _chunks_of_equal_bins(open_steps, num_bins):
+        for bins_per_step, steps in _chunks_of_equal_bins(open_steps, num_bins):
             step_limits = [limit.select(steps) for limit in limits]
             bin_of_sample[steps], fits[steps] = _place_in_bins(
-                work[steps], heaviest_first[steps], step_limits, num_groups, equal_num_bins
+                work[steps], heaviest_first[steps], step_limits, num_groups, bins_per_step
             )
-        # Steps with a sample that did not fit get one more bin for every rank.
         open_steps = open_steps[~fits[open_steps]]
-        num_bins[open_steps] += num_ranks
+        num_bins[open_steps] += num_ranks  # one more bin for every rank
     return bin_of_sample, num_bins
 
 
 def _chunks_of_equal_bins(steps: Int64Array, num_bins: Int64Array) -> Iterator[tuple[int, Int64Array]]:
-    """Yield each number of bins with its steps, (k,), in chunks that bound memory; ``num_bins``, (S,), of all steps."""
-    for num in np.unique(num_bins[steps]).tolist():
-        same_steps = steps[num_bins[steps] == num]
-        chunk_size = max(1, _BINS_AT_ONCE // num)
+    """Yield a number of bins, and steps that have as many each, (k,); ``num_bins``, (S,), are those of all steps."""
+    for bins_per_step in np.unique(num_bins[steps]).tolist():
+        same_steps = steps[num_bins[steps] == bins_per_step]
+        chunk_size = max(1, _BINS_AT_ONCE // bins_per_step)  # bounds memory
         for start in range(0, len(same_steps), chunk_size):
-            yield num, same_steps[start : start + chunk_size]
+            yield bins_per_step, same_steps[start : start + chunk_size]
 
 
 def _min_bins(limit: Limit) -> Int64Array:
@@ -227,35 +231,33 @@ def _min_bins(limit: Limit) -> Int64Array:
 def _place_in_bins(
     work: npt.NDArray[Any], order: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Place the samples of S steps, n in each, in the bins of each step, which ``num_groups`` share equally.
+    """Place the samples of S steps, n in each, in the bins of each step, which are in ``num_groups`` equal groups.
 
     A sample goes to the lightest group that has a bin with space, and there to the lightest such bin. ``work`` of the
     samples and the ``order`` in which they are placed are (S, n). Returns the bin of each sample, (S, n), and whether
-    all samples of a step fit, (S,).
+    all samples of a step fit, (S,); those that do not are placed anyway.
     """
     num_steps = len(work)
     bins_per_group = num_bins // num_groups
-    shape = num_steps, num_groups, bins_per_group
-    bin_work = np.zeros(shape)
+    steps = np.arange(num_steps)
+    sizes = np.stack([limit.sizes for limit in limits])  # (limits, S, n)
+    maxima = np.array([limit.maximum for limit in limits])[:, None]
+    used = np.zeros((len(limits), num_steps, num_groups, bins_per_group), np.int64)
+    bin_work = np.zeros((num_steps, num_groups, bins_per_group))
     group_work = np.zeros((num_steps, num_groups))
-    used_of_limits = [np.zeros(shape, np.int64) for _ in limits]
     bin_of_sample = np.empty(work.shape, np.int64)
     fits = np.ones(num_steps, np.bool_)
-    steps = np.arange(num_steps)
-    for sample in order.T:  # one sample of each step, (S,), so that all steps make their choice at once
-        has_space = np.ones(shape, np.bool_)
-        for limit, used in zip(limits, used_of_limits, strict=True):
-            max_used = limit.maximum - limit.sizes[steps, sample]
-            has_space &= used <= max_used[:, None, None]
+    for samples in order.T:  # one sample of each step, (S,): all steps make their choice at once
+        sample_sizes = sizes[:, steps, samples]  # (limits, S)
+        max_used = maxima - sample_sizes
+        has_space = np.all(used <= max_used[:, :, None, None], axis=0)
         group, bin_in_group = _choose_bins(has_space, group_work, bin_work)
-        chosen_bin = steps, group, bin_in_group
-        fits &= has_space[chosen_bin]
-        for limit, used in zip(limits, used_of_limits, strict=True):
-            used[chosen_bin] += limit.sizes[steps, sample]
-        sample_work = work[steps, sample]
-        bin_work[chosen_bin] += sample_work
+        fits &= has_space[steps, group, bin_in_group]
+        used[:, steps, group, bin_in_group] += sample_sizes
+        sample_work = work[steps, samples]
+        bin_work[steps, group, bin_in_group] += sample_work
         group_work[steps, group] += sample_work
-        bin_of_sample[steps, sample] = group * bins_per_group + bin_in_group
+        bin_of_sample[steps, samples] = group * bins_per_group + bin_in_group
     return bin_of_sample, fits
 
 

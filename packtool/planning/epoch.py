@@ -18,11 +18,11 @@ from packtool.planning.pack_plan import (
     Int64Array,
     IntArray,
     PackPlan,
-    build_plan,
     digest_arrays,
     select_packs,
     split_into_samples,
     split_to_count,
+    to_offsets,
 )
 from packtool.planning.packing import (
     pack,
@@ -48,26 +48,26 @@ class EpochPlan:
 
     Args:
         packs: assigned by ``steps``; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
-        lasting: packs that are the same for any number of ranks: ``packs``; with Skrull, the packs whose samples share
-            a step; with ``samples_per_step``, the samples one by one in the order in which steps take them.
+        rank_independent_packs: packs that are the same for any number of ranks: ``packs``; with Skrull, the packs whose
+            samples share a step; with ``samples_per_step``, the samples one by one in the order of the steps.
         placement: as in ``StepAssignment``; None without Skrull.
     """
 
     packs: PackPlan
     steps: StepPlan
     summary: PlanSummary
-    lasting: PackPlan
+    rank_independent_packs: PackPlan
     placement: Int64Array | None = None
 
     @property
-    def lasting_fingerprint(self) -> str:
-        """sha256 in hex, the same for any number of ranks."""
-        return (self.lasting if self.placement is None else self.packs).fingerprint
+    def packs_fingerprint(self) -> str:
+        """sha256 in hex over packs, or over Skrull's samples; the same for any number of ranks."""
+        return (self.rank_independent_packs if self.placement is None else self.packs).fingerprint
 
     @property
     def full_packs(self) -> PackPlan:
         """Packs before Skrull divides them into samples."""
-        return self.packs if self.placement is None else self.lasting
+        return self.packs if self.placement is None else self.rank_independent_packs
 
     @cached_property
     def fingerprint(self) -> str:
@@ -75,7 +75,7 @@ class EpochPlan:
         digest = hashlib.sha256(f"{self.packs.fingerprint} {self.steps.fingerprint}".encode())
         if self.placement is None:
             return digest.hexdigest()
-        return digest_arrays(digest, self.placement, self.lasting.offsets)
+        return digest_arrays(digest, self.placement, self.rank_independent_packs.offsets)
 
     def placement_of(self, step: int, rank: int, micro_batch: int) -> Int64Array | None:
         """Return the placement (n,) of a micro-batch's samples, in the order of ``samples``; None without Skrull."""
@@ -87,7 +87,7 @@ class EpochPlan:
         remaining = steps.order[steps.micro_batch_offsets[steps.step_offsets[step]] :]
         if self.placement is not None:
             # A step has whole packs, so the packs of the samples left are left whole.
-            remaining = np.unique(np.searchsorted(self.lasting.offsets, remaining, side="right") - 1)
+            remaining = np.unique(np.searchsorted(self.rank_independent_packs.offsets, remaining, side="right") - 1)
         if not keeps_steps or self.placement is not None:
             return select_packs(self.full_packs, np.sort(remaining))
         packs_per_step = np.diff(steps.micro_batch_offsets[steps.step_offsets[step:]])
@@ -115,7 +115,7 @@ def plan_epoch(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
-    untrained: Int64Array | None = None,
+    samples: Int64Array | None = None,
 ) -> EpochPlan:
     """Filter samples, pack them, and assign packs to steps and ranks; every epoch has as many packs as the first.
 
@@ -126,12 +126,12 @@ def plan_epoch(
         towers: work of the towers for images and sounds of each sample.
         trees: groups of samples with shared prefixes; each group is in one pack. ``media_tokens`` and ``towers`` are
             then what each sample adds to its group.
-        untrained: int64 (M,), ascending, may repeat: the samples to plan; ``trees`` must have exactly these. None for
-            all samples.
+        samples: those to plan, int64 (M,), ascending, repeated ones several times; ``trees`` must have exactly these.
+            None for all samples.
     """
     assert len(lengths) == len(target_tokens)
     packs = pack_epoch(
-        lengths, options, seed=seed, epoch=epoch, media_tokens=media_tokens, trees=trees, untrained=untrained
+        lengths, options, seed=seed, epoch=epoch, media_tokens=media_tokens, trees=trees, samples=samples
     )
     return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees)
 
@@ -144,38 +144,35 @@ def pack_epoch(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
     trees: PrefixTrees | None = None,
-    untrained: Int64Array | None = None,
-    drawn: DrawnPrefixes | None = None,
+    samples: Int64Array | None = None,
+    prefixes: DrawnPrefixes | None = None,
 ) -> PackPlan:
     """Filter samples and pack them, or make packs of one sample without packing.
 
-    Arguments are as for ``plan_epoch``. ``drawn``, in place of ``trees``: prefixes that are shared by samples of the
-    same step (with ``samples_per_step``) or of the same pack.
+    Arguments are as for ``plan_epoch``. ``prefixes``, in place of ``trees``, are computed once where samples of a pack
+    (or of a step, with ``samples_per_step``) share them.
     """
-    kept = _kept_samples(lengths, options.max_length, untrained)  # an error if none is left
+    kept = _kept_samples(lengths, options.max_length, samples)  # with trees, too, an error if none is left
     if trees is not None:
         assert options.packing, "trees are packed"
         capacity = options.packing_length
         return pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    if untrained is None and len(kept) == len(lengths):  # all samples
-        packs = _pack_samples(lengths, media_tokens, options, seed, epoch)
-    else:
-        kept_media = None if media_tokens is None else media_tokens[kept]
-        packs = _pack_samples(lengths[kept], kept_media, options, seed, epoch)
-        packs = replace(packs, samples=kept[packs.samples])
+    kept_media = None if media_tokens is None else media_tokens[kept]
+    packs = _pack_samples(lengths[kept], kept_media, options, seed, epoch)
+    packs = replace(packs, samples=kept[packs.samples])
     if not options.packing and options.group_by_length:
         packs = group_by_length(packs, options.packs_per_step)
-    if drawn is None:
+    if prefixes is None:
         return packs
     if options.samples_per_step is not None:
-        return share_prefixes_in_steps(packs, drawn, options.samples_per_step)
-    return share_drawn_prefixes(packs, drawn, options, seed=seed, epoch=epoch)
+        return share_prefixes_in_steps(packs, prefixes, options.samples_per_step)
+    return share_drawn_prefixes(packs, prefixes, options, seed=seed, epoch=epoch)
 
 
-def _kept_samples(lengths: IntArray, max_length: int, untrained: Int64Array | None) -> Int64Array:
-    """Return the samples of at most ``max_length`` tokens, int64 (n,), of ``untrained`` or all; none is a DataError."""
+def _kept_samples(lengths: IntArray, max_length: int, samples: Int64Array | None) -> Int64Array:
+    """Return those of ``samples``, or of all, with at most ``max_length`` tokens, int64 (n,); none is a DataError."""
     fits = lengths <= max_length
-    kept = np.flatnonzero(fits).astype(np.int64) if untrained is None else untrained[fits[untrained]]
+    kept = np.flatnonzero(fits).astype(np.int64) if samples is None else samples[fits[samples]]
     if len(kept) > 0:
         return kept
     if len(lengths) == 0:
@@ -209,19 +206,19 @@ def pack_drawn(
     *,
     seed: int,
     epoch: int = 0,
-    drawn: DrawnPrefixes | None = None,
+    prefixes: DrawnPrefixes | None = None,
     min_packs: int = 0,
 ) -> PackPlan:
     """Pack the samples that an epoch of a mixture draws; every epoch has as many packs as the first.
 
-    With ``drawn``, common prefixes of samples in a pack (or a step, with ``samples_per_step``) are computed once.
-    Epochs then have different numbers of packs, at least ``min_packs`` if there are as many samples.
+    ``prefixes`` are computed once where samples of a pack (or of a step, with ``samples_per_step``) share them. The
+    number of packs then depends on the epoch; it is at least ``min_packs``, or the number of samples if that is less.
     """
     keeps_order = options.packing and options.packing_algorithm == "sequential"
     spreads_sources = options.shuffle and not keeps_order
     packs = _pack_drawn_samples(mixture, options, seed, epoch, spreads_sources=spreads_sources)
-    if drawn is not None and options.samples_per_step is None:
-        packs = share_drawn_prefixes(packs, drawn, options, seed=seed, epoch=epoch)
+    if prefixes is not None and options.samples_per_step is None:
+        packs = share_drawn_prefixes(packs, prefixes, options, seed=seed, epoch=epoch)
         min_packs = min(min_packs, packs.num_samples)
         packs = split_to_count(packs, max(packs.num_packs, min_packs))
     if spreads_sources:
@@ -230,8 +227,8 @@ def pack_drawn(
         packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
     if not options.packing and options.group_by_length:
         packs = group_by_length(packs, options.packs_per_step)
-    if drawn is not None and options.samples_per_step is not None:
-        packs = share_prefixes_in_steps(packs, drawn, options.samples_per_step)  # steps have their samples now
+    if prefixes is not None and options.samples_per_step is not None:
+        packs = share_prefixes_in_steps(packs, prefixes, options.samples_per_step)
     return packs
 
 
@@ -244,11 +241,9 @@ def _pack_drawn_samples(
     """
     slots = mixture.slots
     sample_of_slot = mixture.draw(epoch)
-    makes_packs = options.packing and options.samples_per_step is None
-    has_one_source = max(mixture.counts) == mixture.num_drawn
-    if makes_packs and spreads_sources and not has_one_source:
-        packed_slots, donor_of_slot = pack_mixture(slots, options, seed=seed, epoch=epoch)
-        sample_of_slot = sample_of_slot[donor_of_slot]
+    if spreads_sources and options.packs_before_steps and not mixture.draws_one_source:
+        packed_slots, exchange = pack_mixture(slots, options, seed=seed, epoch=epoch)
+        sample_of_slot = sample_of_slot[exchange]
     else:
         packed_slots = _pack_samples(slots.lengths, slots.media_tokens, options, seed, epoch)
     samples = sample_of_slot[packed_slots.samples]
@@ -269,31 +264,30 @@ def assign_packs(
 ) -> EpochPlan:
     """Assign existing packs to steps and ranks, and compute the figures of the plan.
 
-    With ``samples_per_step``, steps take the samples in the order of ``packs``, and pack them anew.
-
-    Arguments are as for ``plan_epoch``, and ``keeps_steps``: steps take the packs in their order, wherever ``trees``
-    require the parts of a tree. ``num_packs`` is as for ``assign_balanced``.
+    With ``samples_per_step``, steps take the samples in the order of ``packs``, and pack them anew. ``keeps_steps``: do
+    not move packs to other steps because of split ``trees``. ``num_packs`` is as for ``assign_balanced``.
     """
     tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
     if options.samples_per_step is not None:
-        return _assign_fixed_samples(packs, target_tokens, options, media_tokens, towers)
+        return _assign_samples_per_step(packs, target_tokens, options, media_tokens, towers)
     if options.skrull is not None:
         return _assign_by_skrull(packs, target_tokens, options, towers, tree_parts)
     costs = None if options.cost is None else pack_costs(packs, options.cost, target_tokens, towers)
-    assignment = _assign_undivided(packs, costs, options, tree_parts, num_packs)
+    assignment = _assign_given_packs(packs, costs, options, tree_parts, num_packs)
     steps = StepPlan.of(packs, target_tokens, assignment, options.world_size)
     balance = None
     if costs is not None:
-        planned = in_turn = imbalance(steps.rank_costs(costs))
+        planned = imbalance(steps.rank_costs(costs))
+        unbalanced = planned
         if options.balance != "none" and options.dynamic_batch_tokens is None:
-            in_turn = _imbalance_in_turn(packs, target_tokens, costs, options, tree_parts)
-        balance = BalanceFigures(in_turn, planned, float(costs.sum()))
+            unbalanced = _round_robin_imbalance(packs, target_tokens, costs, options, tree_parts)
+        balance = BalanceFigures(steps_before=unbalanced, steps=planned, flops=float(costs.sum()))
     fill = _fill_of(packs, steps, options)
     summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
-    return EpochPlan(packs, steps, summary, lasting=packs)
+    return EpochPlan(packs, steps, summary, rank_independent_packs=packs)
 
 
-def _assign_fixed_samples(
+def _assign_samples_per_step(
     packs: PackPlan,
     target_tokens: IntArray,
     options: PlanOptions,
@@ -303,19 +297,22 @@ def _assign_fixed_samples(
     """Give each step the next ``samples_per_step`` samples of ``packs``, and make one new pack of each micro-batch."""
     assert options.samples_per_step is not None
     samples = split_into_samples(packs)
-    costs = None if options.cost is None else pack_costs(samples, options.cost, target_tokens, towers)
-    assignment_of_samples = assign_samples(samples, costs, options, media_tokens)
-    trained_packs, assignment = _join_micro_batches(samples, assignment_of_samples)
-    steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
+    sample_costs = None if options.cost is None else pack_costs(samples, options.cost, target_tokens, towers)
+    assignment_of_samples = assign_samples(samples, sample_costs, options, media_tokens)
+    new_packs, assignment = _join_micro_batches(samples, assignment_of_samples)
+    steps = StepPlan.of(new_packs, target_tokens, assignment, options.world_size)
     balance = None
-    if options.cost is not None and costs is not None:
-        trained_costs = pack_costs(trained_packs, options.cost, target_tokens, towers)
-        rank_costs_in_turn = _round_robin_rank_costs(costs, options.samples_per_step, options.world_size)
-        planned = imbalance(steps.rank_costs(trained_costs))
-        balance = BalanceFigures(imbalance(rank_costs_in_turn), planned, float(costs.sum()))
-    fill = trained_packs.fill
-    summary = summarize(trained_packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
-    return EpochPlan(trained_packs, steps, summary, lasting=samples)
+    if options.cost is not None and sample_costs is not None:
+        new_pack_costs = pack_costs(new_packs, options.cost, target_tokens, towers)
+        round_robin_costs = _round_robin_rank_costs(sample_costs, options.samples_per_step, options.world_size)
+        balance = BalanceFigures(
+            steps_before=imbalance(round_robin_costs),
+            steps=imbalance(steps.rank_costs(new_pack_costs)),
+            flops=float(sample_costs.sum()),
+        )
+    fill = new_packs.fill
+    summary = summarize(new_packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
+    return EpochPlan(new_packs, steps, summary, rank_independent_packs=samples)
 
 
 def _assign_by_skrull(
@@ -325,23 +322,26 @@ def _assign_by_skrull(
     towers: TowerWork | None,
     tree_parts: TreeParts | None,
 ) -> EpochPlan:
-    """Assign the samples of ``packs`` to ranks and micro-batches, each local to a device or sharded."""
+    """Assign the samples of ``packs`` to ranks and micro-batches, each local to a device or sharded (Skrull)."""
     assert options.skrull is not None
     assert options.cost is not None, "Skrull needs the costs of samples"
     samples = split_into_samples(packs)
-    costs = pack_costs(samples, options.cost, target_tokens, towers)
-    assignment = assign_skrull(packs, costs, options)
+    sample_costs = pack_costs(samples, options.cost, target_tokens, towers)
+    assignment = assign_skrull(packs, sample_costs, options)
     placement = assignment.placement
     assert placement is not None
     steps = StepPlan.of(samples, target_tokens, assignment, options.world_size)
-    costs_of_packs = pack_costs(packs, options.cost, target_tokens, towers)
-    in_turn = _imbalance_in_turn(packs, target_tokens, costs_of_packs, options, tree_parts)
-    balance = BalanceFigures(in_turn, imbalance(steps.rank_costs(costs)), float(costs.sum()))
+    costs = pack_costs(packs, options.cost, target_tokens, towers)
+    balance = BalanceFigures(
+        steps_before=_round_robin_imbalance(packs, target_tokens, costs, options, tree_parts),
+        steps=imbalance(steps.rank_costs(sample_costs)),
+        flops=float(sample_costs.sum()),
+    )
     sample_towers = None if towers is None else towers.select(samples.samples)
-    skrull = SkrullFigures.of(samples, steps, placement, options.skrull, costs, sample_towers)
-    fill = packs.num_tokens / max(skrull.num_tokens, 1)
+    skrull = SkrullFigures.of(samples, steps, placement, options.skrull, sample_costs, sample_towers)
+    fill = packs.num_tokens / skrull.num_tokens  # sharded samples are padded
     summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance, skrull=skrull)
-    return EpochPlan(samples, steps, summary, lasting=packs, placement=placement)
+    return EpochPlan(samples, steps, summary, rank_independent_packs=packs, placement=placement)
 
 
 def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
@@ -353,16 +353,16 @@ def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
     return 1.0  # dynamic batches have no padding
 
 
-def _imbalance_in_turn(
+def _round_robin_imbalance(
     packs: PackPlan, target_tokens: IntArray, costs: Costs, options: PlanOptions, tree_parts: TreeParts | None
 ) -> Costs:
-    """Return the imbalance of each step, (S,), if packs of these ``costs``, (K,), were assigned to ranks in turn."""
+    """Compute the imbalance of each step, (S,), if packs of these ``costs``, (K,), were assigned to ranks in turn."""
     assignment = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
     steps = StepPlan.of(packs, target_tokens, assignment, options.world_size)
     return imbalance(steps.rank_costs(costs))
 
 
-def _assign_undivided(
+def _assign_given_packs(
     packs: PackPlan,
     costs: Costs | None,
     options: PlanOptions,
@@ -382,15 +382,12 @@ def _assign_undivided(
 
 
 def _join_micro_batches(samples: PackPlan, assignment: StepAssignment) -> tuple[PackPlan, StepAssignment]:
-    """Make one pack of the samples of each nonempty micro-batch; return the packs and their assignment.
-
-    ``samples`` are packs of one; ``assignment`` is theirs.
-    """
+    """Make one pack of the samples of each nonempty micro-batch; return the packs and their assignment."""
     has_pack = assignment.micro_batch_sizes > 0
-    pack_sizes = assignment.micro_batch_sizes[has_pack]
-    joined = build_plan(assignment.order, pack_sizes, samples.lengths, samples.capacity)
-    shared = None if samples.shared_tokens is None else samples.shared_tokens[assignment.order]
-    joined = replace(joined, samples=samples.samples[assignment.order], shared_tokens=shared)
+    offsets = to_offsets(assignment.micro_batch_sizes[has_pack])
+    order = assignment.order
+    shared = None if samples.shared_tokens is None else samples.shared_tokens[order]
+    joined = PackPlan(samples.samples[order], offsets, samples.lengths[order], samples.capacity, shared)
     pack_order = np.arange(joined.num_packs, dtype=np.int64)
     return joined, StepAssignment(pack_order, has_pack.astype(np.int64), assignment.micro_batches_per_step)
 
@@ -413,7 +410,7 @@ def reorder_saved_packs(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
 def _pack_samples(
     lengths: IntArray, media_tokens: IntArray | None, options: PlanOptions, seed: int, epoch: int
 ) -> PackPlan:
-    if options.packing and options.samples_per_step is None:
+    if options.packs_before_steps:
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     return pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
 

@@ -91,6 +91,10 @@ class Mixture:
         return sum(self.counts)
 
     @property
+    def draws_one_source(self) -> bool:
+        return max(self.counts) == self.num_drawn
+
+    @property
     def varies(self) -> bool:
         """True if epochs have different samples."""
         return self.resample and any(selection.num_drawn for selection in self._selections)
@@ -134,28 +138,26 @@ class Mixture:
         return self._draw(epoch)[self._interleaved]
 
     def epoch_counts(self, epoch: int, trained: Int64Array) -> Int64Array:
-        """Return how often an epoch draws each sample, (N,), if it began with samples that ``trained``, (N,), counts.
+        """Return how often an epoch has each sample, (N,), if it trained ``trained``, (N,), before its data changed.
 
         For each trained sample that this mixture does not draw, one that it draws from the same source is left out.
         """
         counts = np.bincount(self.draw(epoch), minlength=len(trained))
-        remaining = np.maximum(counts - trained, 0)
+        num_untrained = np.maximum(counts - trained, 0)
         for source, (start, stop) in enumerate(pairwise(self.offsets.tolist())):
-            num_trained = int(trained[start:stop].sum())
-            if num_trained == 0:
-                continue
-            num_to_train = max(self.counts[source] - num_trained, 0)
-            num_to_leave_out = int(remaining[start:stop].sum()) - num_to_train
-            # Only samples drawn from the pool are left out, which are distinct; every epoch has the fixed ones.
-            num_fixed = len(self._selections[source].fixed)
-            drawn = self._draw_source(source, epoch)[num_fixed:]
-            untrained = drawn[remaining[drawn] > 0]
-            counts[self._select_of_all_lengths(untrained, num_to_leave_out)] -= 1
+            num_to_train = max(self.counts[source] - int(trained[start:stop].sum()), 0)
+            num_to_leave_out = int(num_untrained[start:stop].sum()) - num_to_train
+            if num_to_leave_out > 0:
+                # Only samples drawn from the pool are left out, which are distinct; every epoch has the fixed ones.
+                fixed = self._selections[source].fixed
+                drawn_from_pool = self._draw_source(source, epoch)[len(fixed) :]
+                untrained = drawn_from_pool[num_untrained[drawn_from_pool] > 0]
+                counts[self._spaced_by_length(untrained, num_to_leave_out)] -= 1
         return counts
 
-    def _select_of_all_lengths(self, samples: Int64Array, num: int) -> Int64Array:
-        """Select up to ``num`` of the samples, evenly spaced by length."""
-        num_selected = min(max(num, 0), len(samples))
+    def _spaced_by_length(self, samples: Int64Array, max_samples: int) -> Int64Array:
+        """Select up to ``max_samples`` of the samples, evenly spaced in the order of their lengths."""
+        num_selected = min(max_samples, len(samples))
         longest_first = samples[self._by_length(samples)]
         evenly_spaced = np.arange(num_selected) * len(samples) // max(num_selected, 1)
         return longest_first[evenly_spaced]
@@ -256,10 +258,10 @@ def make_mixture(
     for source, samples, size in zip(recipe.sources, candidates, np.diff(offsets).tolist(), strict=True):
         if source.is_taken:
             num_filtered += size - len(samples)
-    sample_sizes = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]  # None: 1 each
-    counts = _count_draws(recipe, candidates, sample_sizes)
+    sample_sizes = {"samples": np.ones_like(lengths), "tokens": lengths, "target_tokens": target_tokens}
+    counts = _count_draws(recipe, candidates, sample_sizes[recipe.unit])
     num_candidates = sum(len(samples) for samples in candidates)
-    check_drawn(sum(counts), num_candidates, recipe.place or "an epoch")
+    check_drawn(sum(counts), num_candidates, recipe.place or "an epoch")  # an error names the recipe, if it has a file
     loss_scales = tuple(source.loss_scale for source in recipe.sources)
     return Mixture(
         names=_names(recipe.sources),
@@ -289,41 +291,36 @@ def _candidates(recipe: Recipe, offsets: Int64Array, lengths: IntArray, max_leng
     return candidates
 
 
-def _allowed_samples(source: SourceRecipe, lengths: IntArray, max_length: int, place: str) -> Int64Array:
-    """Return the samples of a source within its limits, int64 (n,), from 0; none is a DataError.
-
-    ``lengths`` are of the source's samples; ``place`` names the recipe in the error.
-    """
+def _allowed_samples(source: SourceRecipe, lengths: IntArray, max_length: int, recipe_name: str) -> Int64Array:
+    """Return the samples within a source's limits, int64 (n,), from 0, by their ``lengths``; none is a DataError."""
     shortest = source.min_length or 0
     longest = min(max_length, source.max_length or max_length)
     is_allowed = (lengths <= longest) & (lengths >= shortest)
     allowed = np.flatnonzero(is_allowed).astype(np.int64)
     if not len(allowed):
         raise DataError(
-            f"{place}: no samples remain of {source.path}: none of its {len(lengths):,} samples has "
+            f"{recipe_name}: no samples remain of {source.path}: none of its {len(lengths):,} samples has "
             f"{source.min_length or 1:,} to {longest:,} tokens.",
             "Remove the source, or allow other lengths (--max-length, or the recipe's min_length and max_length).",
         )
     return allowed
 
 
-def _count_draws(recipe: Recipe, candidates: list[Int64Array], sample_sizes: IntArray | None) -> tuple[int, ...]:
+def _count_draws(recipe: Recipe, candidates: list[Int64Array], sample_sizes: IntArray) -> tuple[int, ...]:
     """Compute the number of samples that an epoch draws from each source, by its amount (by default all) or weight.
 
-    ``sample_sizes``, (N,), are of all samples, in the recipe's unit; None where the unit is samples.
+    ``sample_sizes``, (N,), are of the samples of all caches: 1, tokens or target tokens.
     """
-    num_candidates = np.array([len(samples) for samples in candidates])
+    num_candidates = [len(samples) for samples in candidates]
     if not recipe.has_weights:
         counts = []
-        for source, num in zip(recipe.sources, num_candidates.tolist(), strict=True):
+        for source, num in zip(recipe.sources, num_candidates, strict=True):
             counts.append(num if source.amount is None else source.amount.of(num))
         return tuple(counts)
-    source_sizes = num_candidates.astype(float)
-    if sample_sizes is not None:
-        source_sizes = np.array([int(sample_sizes[samples].sum(dtype=np.int64)) for samples in candidates], float)
+    source_sizes = np.array([sample_sizes[samples].sum(dtype=np.int64) for samples in candidates], float)
     _check_sizes(recipe, source_sizes)
-    times_drawn = _times_drawn(recipe, source_sizes)
-    num_drawn = np.rint(np.minimum(times_drawn * num_candidates, MAX_AMOUNT))
+    times_drawn = _times_drawn(recipe, source_sizes)  # (S,)
+    num_drawn = np.rint(np.minimum(times_drawn * num_candidates, MAX_AMOUNT))  # check_drawn refuses more
     min_drawn = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
     return tuple(np.maximum(num_drawn, min_drawn).astype(np.int64).tolist())
 

@@ -26,45 +26,44 @@ from packtool.planning.packing import pack
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
 _JOINS_TO_TRY = (8, 1), (8, 4), (8, 16), (16, 4), (16, 16), (32, 4), (32, 16)
-"""Each (g, n): a grain is 1 / g of a pack, and every n-th long slot is joined. The first spread sources best, the last
-need the fewest packs."""
+"""Grains in a pack, and n to join every n-th long slot. The first spread sources best, the last need the fewest packs.
+"""
 _MIN_LONG = 1 / 16
 """Share of a pack from which on a slot is long."""
-_MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
+_EXTRA_SHARE, _EXTRA_PACKS = 0.005, 2
 """Share of packs that evenness may cost, and a further number of packs, which matters in small epochs only."""
 
 
 def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -> tuple[PackPlan, Int64Array]:
     """Pack the M slots of a mixture so that no source has its samples in few packs; as many packs in every epoch.
 
-    Cost: two to three times that of ``pack``, at most nine times.
+    Short slots are joined into items, and the items packed. Cost: two to three times that of ``pack``, at most nine.
 
-    Returns packs of slots, and ``donor_of_slot``, int64 (M,): fill slot i with the sample drawn for slot
-    ``donor_of_slot[i]``, which has the same source and length. This changes which samples share a pack.
+    Returns packs of slots, and ``exchange``, int64 (M,): slot i gets the sample that was drawn for slot
+    ``exchange[i]``, of the same source and length, so that other samples share a pack in every epoch.
     """
-    capacity = options.packing_length
 
     def pack_slots() -> PackPlan:
-        return pack(slots.lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=slots.media_tokens)
+        lengths, media_tokens = slots.lengths, slots.media_tokens
+        return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
 
     min_packs = pack_slots().num_packs  # the plan is not kept: it is large and rarely needed again
-    max_packs = min_packs + int(min_packs * _MAX_EXCESS) + _MAX_EXCESS_PACKS
+    max_packs = min_packs + int(min_packs * _EXTRA_SHARE) + _EXTRA_PACKS
     for grains_per_pack, long_per_joined in _JOINS_TO_TRY:
-        grain = max(capacity // grains_per_pack, 1)
+        grain = max(options.packing_length // grains_per_pack, 1)  # twice the minimum of a joined item, in tokens
         items = _join_slots(slots, options, grain, long_per_joined)
-        item_media, item_options = _item_budgets(items, slots, options)
-        item_tokens = items.tokens_per_pack()
-        packs_of_items = pack(item_tokens, capacity, item_options, seed=seed, epoch=epoch, media_tokens=item_media)
-        if packs_of_items.num_packs <= max_packs:
-            packs = _replace_items(packs_of_items, items)
-            donor_of_slot = _draw_donors(items, slots, options, seed, epoch)
-            return relieve_crowds(packs, slots, options), donor_of_slot
-    every_slot = np.arange(len(slots.lengths))
-    return relieve_crowds(pack_slots(), slots, options), every_slot
+        packs = _pack_items(items, slots, options, seed, epoch)
+        if packs.num_packs <= max_packs:
+            return relieve_crowds(packs, slots, options), _draw_exchange(items, slots, options, seed, epoch)
+    no_exchange = np.arange(len(slots.lengths))
+    return relieve_crowds(pack_slots(), slots, options), no_exchange
 
 
-def _replace_items(packs_of_items: PackPlan, items: PackPlan) -> PackPlan:
-    """Replace the items in packs by their slots."""
+def _pack_items(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> PackPlan:
+    """Pack items, which are packs of slots, like samples; return packs of slots."""
+    tokens, capacity = items.tokens_per_pack(), options.packing_length
+    media_tokens, item_options = _item_budgets(items, slots, options)
+    packs_of_items = pack(tokens, capacity, item_options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     ordered_items = select_packs(items, packs_of_items.samples)
     first_slots = ordered_items.offsets[packs_of_items.offsets]  # a pack begins with the first slot of its first item
     return dataclasses.replace(ordered_items, offsets=first_slots)
@@ -128,7 +127,7 @@ def _slots_per_item(sizes: Int64Array, grain: int) -> Int64Array:
     return np.bincount(item_of_grain[grain_of_slot])
 
 
-def _draw_donors(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> Int64Array:
+def _draw_exchange(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> Int64Array:
     """Draw the slot whose sample each slot gets, int64 (M,): in items of several, one of equal source and length."""
     sizes = np.diff(items.offsets)
     is_joined = np.repeat(sizes > 1, sizes)
@@ -141,13 +140,13 @@ def _draw_donors(items: PackPlan, slots: Slots, options: PlanOptions, seed: int,
     following = np.arange(1, len(joined) + 1)
     last = np.flatnonzero(np.diff(keys[order], append=-1))
     following[last] = np.append(0, last[:-1] + 1)[: len(last)]
-    donors = np.arange(items.num_samples)
-    donors[joined[order]] = joined[order[following]]
-    return donors
+    exchange = np.arange(items.num_samples)
+    exchange[joined[order]] = joined[order[following]]
+    return exchange
 
 
 Excess = npt.NDArray[np.float32]
-"""Amount of each source in each pack, (packs, sources): divided by the source's mean over all packs, minus 1."""
+"""Excess of each source in each pack over its mean, (packs, sources): its amount divided by the mean's, minus 1."""
 
 _WINDOW_PACKS = 4096
 """Maximum packs of a window: an epoch is divided into windows, and every window is then halved repeatedly."""
@@ -163,12 +162,11 @@ _AMOUNT_LEVELS = 1 << 16
 def order_mixture_packs(
     packs: PackPlan, source_of: IntArray, amounts: IntArray, *, seed: int, epoch: int
 ) -> Int64Array:
-    """Order K packs, int64 (K,), so that every source is spread evenly; the order is random in all other respects.
+    """Order K packs, int64 (K,), so that every source is spread evenly, and at random in all other respects.
 
-    It does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks.
+    The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks.
 
-    ``source_of``, (N,), are the sources, from 0 on, of the samples in pack order. ``amounts``, (N,), are what is
-    spread: 1 for each sample, its tokens, or its target tokens.
+    ``source_of``, (N,), are the sources of the samples in pack order, from 0 on; ``amounts``, (N,), are what is spread.
     """
     excess = _excess_of_sources(packs, source_of, amounts)
     num_packs, num_sources = excess.shape
@@ -177,17 +175,22 @@ def order_mixture_packs(
     keys = _similarity_keys(excess)
     by_similarity = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
     _round_in_place(excess)
-    # Divide the packs into windows, halve each window repeatedly, and order the packs of each of the final parts.
+    return _order_by_halving(by_similarity, excess, seed, epoch)
+
+
+def _order_by_halving(by_similarity: Int64Array, excess: Excess, seed: int, epoch: int) -> Int64Array:
+    """Divide packs (K,) into windows, halve each window repeatedly, and order the packs of each of the final parts."""
+    num_packs = len(by_similarity)
     num_windows = math.ceil(num_packs / _WINDOW_PACKS)
     num_halvings = max(0, int(np.log2(num_packs / num_windows / _PART_PACKS)))
-    padded, excess = _pad_packs(by_similarity, excess, num_windows * 2**num_halvings)
+    num_parts = num_windows * 2**num_halvings  # all of the same size
+    padded, excess = _pad_packs(by_similarity, excess, divisor=num_parts)
     windows = _divide_into_windows(padded, num_windows, excess, seed, epoch)
-    parts = windows[:, None]  # at first, every window is one part
+    parts = windows.reshape(num_windows, 1, -1)  # (windows, parts of a window, packs of a part)
     for level in range(1, num_halvings + 1):
-        num_pairs = parts.size // 2
-        parts = _halve_parts(parts, excess, _flip_coins(num_pairs, level, seed, epoch))
+        parts = _halve_parts(parts, excess, level, seed, epoch)
     order = _order_parts(parts, excess)
-    return order[order < num_packs]  # without padding
+    return order[order < num_packs]  # without padding, which has the number num_packs
 
 
 def _pad_packs(order: Int64Array, excess: Excess, divisor: int) -> tuple[Int64Array, Excess]:
@@ -198,9 +201,10 @@ def _pad_packs(order: Int64Array, excess: Excess, divisor: int) -> tuple[Int64Ar
     return padded_order, np.append(excess, np.zeros((1, num_sources), np.float32), axis=0)
 
 
-def _flip_coins(num: int, level: int, seed: int, epoch: int) -> npt.NDArray[np.bool_]:
-    """Draw ``num`` random booleans; the windows have level 0, and each halving its own."""
-    return seeded_uniform(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS + level) < 0.5
+def _flip_coins(shape: tuple[int, ...], level: int, seed: int, epoch: int) -> npt.NDArray[np.bool_]:
+    """Draw random booleans; the windows have level 0, and each halving its own."""
+    stream = RandomStream.MIX_COINS + level
+    return seeded_uniform(math.prod(shape), seed=seed, epoch=epoch, stream=stream).reshape(shape) < 0.5
 
 
 def _round_in_place(excess: Excess) -> None:
@@ -236,15 +240,15 @@ def _excess_of_sources(packs: PackPlan, source_of: IntArray, amounts: IntArray) 
     return excess
 
 
-def _halve_parts(parts: Int64Array, excess: Excess, coins: npt.NDArray[np.bool_]) -> Int64Array:
+def _halve_parts(parts: Int64Array, excess: Excess, level: int, seed: int, epoch: int) -> Int64Array:
     """Halve the parts of each window: int64 (windows, parts, packs) becomes (windows, 2 * parts, packs / 2).
 
-    Of each two adjacent packs, one goes to the first half and the other to the second, so that the sum of ``excess``
-    from the beginning of the window to the middle of the part stays near 0.
+    Of each two adjacent packs, one goes to the first half and the other to the second, so that the first halves, with
+    all parts before them, have as much of each source as the mean: an ``excess`` near 0.
     """
     num_windows, num_parts, num_packs = parts.shape
     num_pairs = num_packs // 2
-    coins = coins.reshape(num_pairs, num_windows, num_parts)
+    coins = _flip_coins((num_pairs, num_windows, num_parts), level, seed, epoch)
     doubled_sums = _doubled_sums_to_middles(parts, excess)
     halves = np.empty((num_windows, num_parts, 2, num_pairs), np.int64)
     for pair in range(num_pairs):
@@ -252,24 +256,25 @@ def _halve_parts(parts: Int64Array, excess: Excess, coins: npt.NDArray[np.bool_]
         first = parts[:, :, 2 * pair]
         second = parts[:, :, 2 * pair + 1]
         difference = excess[first] - excess[second]
-        is_swapped = _is_swapped(doubled_sums, difference, coins[pair])
+        is_swapped = _choose_swaps(doubled_sums, difference, coins[pair])
         halves[:, :, 0, pair] = np.where(is_swapped, second, first)
         halves[:, :, 1, pair] = np.where(is_swapped, first, second)
+        # Half of the pair was expected in the first half: the excess changes by half of the difference.
         doubled_sums += np.where(is_swapped[:, :, None], -difference, difference)
     return halves.reshape(num_windows, 2 * num_parts, num_pairs)
 
 
 def _doubled_sums_to_middles(parts: Int64Array, excess: Excess) -> npt.NDArray[np.float64]:
-    """Return twice the excess from a window's beginning to the middle of each part, (windows, parts, sources).
+    """Sum the excess from a window's beginning to the middle of each part, (windows, parts, sources).
 
-    Half of a part's excess is assumed to come before its middle.
+    Half of a part's excess is expected before its middle. Sums are doubled, so that they are integers, which are exact.
     """
     part_sums = excess[parts].sum(axis=2, dtype=np.float64)
     part_sums -= np.rint(part_sums.mean(axis=1, keepdims=True))
     return 2 * part_sums.cumsum(axis=1) - part_sums
 
 
-def _is_swapped(
+def _choose_swaps(
     sums: npt.NDArray[np.float64], difference: Excess, coins: npt.NDArray[np.bool_] | np.bool_
 ) -> npt.NDArray[np.bool_]:
     """Choose the pairs of packs to swap, bool (...), to keep ``sums``, (..., sources), near 0.
@@ -283,12 +288,13 @@ def _is_swapped(
 def _order_parts(parts: Int64Array, excess: Excess) -> Int64Array:
     """Order the packs of each part, int64 (windows, parts, packs); return all packs in order, int64 (n,).
 
-    The next pack of a part is the one that makes the sums of ``excess`` in its window most even.
+    The next pack of a part is the one that brings the sums of ``excess`` so far in its window nearest to the mean's.
     """
     num_windows, num_parts, num_packs = parts.shape
+    num_sources = excess.shape[1]
     windows = np.arange(num_windows)
     order = np.empty((num_windows, num_parts * num_packs), np.int64)
-    sums = np.zeros((num_windows, excess.shape[1]))  # of the packs of a window that are in order
+    sums = np.zeros((num_windows, num_sources))  # of the packs ordered so far, less the mean of as many
     window_sum = excess[parts].sum(axis=(1, 2), dtype=np.float64)
     window_mean = np.rint(window_sum / (num_parts * num_packs))  # an integer, so that sums stay exact
     for part in range(num_parts):
@@ -314,7 +320,7 @@ def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, se
     if num_windows == 1:
         return rounds.T.copy()
     window_orders = _draw_window_orders(len(rounds), num_windows, seed, epoch)
-    coins = _flip_coins(len(rounds), 0, seed, epoch)
+    coins = _flip_coins((len(rounds),), 0, seed, epoch)
     num_pairs = num_windows // 2
     num_paired = 2 * num_pairs  # of an odd number of windows, one gets the last pack of the round
     sums = np.zeros((num_windows, excess.shape[1]))
@@ -326,7 +332,7 @@ def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, se
         first = packs[:num_paired:2]
         second = packs[1:num_paired:2]
         difference = excess[first] - excess[second]
-        is_swapped = _is_swapped(sums[left] - sums[right], difference, coins[number])
+        is_swapped = _choose_swaps(sums[left] - sums[right], difference, coins[number])
         windows[left, number] = np.where(is_swapped, second, first)
         windows[right, number] = np.where(is_swapped, first, second)
         windows[window_order[num_paired:], number] = packs[num_paired:]

@@ -80,3 +80,8 @@ class PlanOptions(StepOptions):
     def samples_per_plain_step(self) -> int:
         """Samples of a full optimizer step over all ranks without packing."""
         return self.samples_per_step or self.packs_per_step
+
+    @property
+    def packs_before_steps(self) -> bool:
+        """False if steps take single samples, to pack each step's own or without packing."""
+        return self.packing and self.samples_per_step is None

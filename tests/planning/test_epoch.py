@@ -318,5 +318,5 @@ def test_skrull_names_oversized_samples() -> None:
 
 def test_untrained_draws_may_be_as_many_as_the_samples() -> None:
     lengths = np.array([10, 20, 30], np.int32)
-    plan = plan_epoch(lengths, lengths, OPTIONS, seed=0, untrained=np.array([0, 0, 2]))
+    plan = plan_epoch(lengths, lengths, OPTIONS, seed=0, samples=np.array([0, 0, 2]))
     assert sorted(plan.packs.samples.tolist()) == [0, 0, 2]

@@ -107,7 +107,7 @@ def test_resumed_on_other_ranks_the_steps_keep_their_samples(
     assignments = [Assignment(0, options.world_size, *batch_options)]
     timeline = Timeline.of(inputs, assignments)
     other = Timeline.of(inputs, [Assignment(0, ranks, *batch_options)])
-    assert other.first_plan.lasting_fingerprint == timeline.first_plan.lasting_fingerprint
+    assert other.first_plan.packs_fingerprint == timeline.first_plan.packs_fingerprint
     expected = [samples for epoch in (0, 1) for samples in step_samples(timeline.plan_of(epoch))]
     for step in sorted({min(done, timeline.num_steps - 1), min(done + later, timeline.num_steps - 1)}):
         assignments.append(Assignment(step, ranks, *batch_options))
@@ -158,7 +158,7 @@ def test_other_steps_in_the_state_of_a_run_with_other_samples() -> None:
         for world_size, num, seed in ((1, 8, 0), (4, 8, 0), (1, 8, 1), (1, 9, 0))
     ]
     original, more_ranks, other_seed, larger_steps = plans
-    assert original.lasting_fingerprint == more_ranks.lasting_fingerprint != other_seed.lasting_fingerprint
+    assert original.packs_fingerprint == more_ranks.packs_fingerprint != other_seed.packs_fingerprint
     assert len({plan.steps.fingerprint for plan in (original, more_ranks, larger_steps)}) == 3
 
 

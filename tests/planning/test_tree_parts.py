@@ -66,7 +66,7 @@ def test_tree_longer_than_a_pack_stays_in_one_step() -> None:
         assert plan.steps.step_offsets.tolist() == epoch_plan.steps.step_offsets.tolist()
         assert sorted(plan.steps.order.tolist()) == list(range(plan.packs.num_packs))
         # What is moved is moved no further than it must be: steps that no tree is in lose no more than they must.
-        assert plan.lasting_fingerprint == epoch_plan.lasting_fingerprint
+        assert plan.packs_fingerprint == epoch_plan.packs_fingerprint
 
 
 def test_split_trees_stay_in_one_step_for_any_ranks_and_balance() -> None:
@@ -100,7 +100,7 @@ def test_trees_of_a_saved_plan_and_of_a_part_of_the_data() -> None:
     assert reassigned.fingerprint == plan.fingerprint
     untrained = np.flatnonzero(np.arange(len(lengths)) % 5)
     selected = select_samples(trees, np.isin(np.arange(len(lengths)), untrained))
-    epoch_plan = plan_epoch(lengths, targets, options, seed=3, trees=selected, untrained=untrained)
+    epoch_plan = plan_epoch(lengths, targets, options, seed=3, trees=selected, samples=untrained)
     assert all(len(set(steps)) == 1 for steps in steps_of_trees(epoch_plan, selected).values())
 
 

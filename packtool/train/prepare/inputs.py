@@ -291,10 +291,10 @@ class Inputs:
 
     def _drawn_packs(self, epoch: int, untrained: Int64Array | None = None) -> PackPlan:
         """The packs of an epoch with a mixture, or a number of samples per step; or of ``untrained`` samples, (M,)."""
-        shared: dict[str, Any] = {"seed": self.config.seed, "epoch": epoch, "drawn": self._drawn_prefixes}
+        shared: dict[str, Any] = {"seed": self.config.seed, "epoch": epoch, "prefixes": self._drawn_prefixes}
         if self.mixture is not None and untrained is None:
             return pack_drawn(self.mixture, self.options, **shared)
-        return pack_epoch(self.lengths, self.options, media_tokens=self.media_tokens, untrained=untrained, **shared)
+        return pack_epoch(self.lengths, self.options, media_tokens=self.media_tokens, samples=untrained, **shared)
 
     def _first_groups(self) -> PackPlan:
         """The samples of the first epoch, each group that shares a prefix as a pack; or their steps, if these do."""
@@ -338,15 +338,15 @@ class Inputs:
             media_tokens=self.media_tokens if shared is None else shared.media_tokens,
             towers=towers,
             trees=None if shared is None else shared.trees,
-            untrained=untrained,
+            samples=untrained,
         )
 
     def plan_mixture(
         self, mixture: Mixture, epoch: int, batch_shape: BatchShape, num_packs: int | None = None
     ) -> EpochPlan:
         """The plan of the samples that a mixture draws in an epoch, with as many steps as for ``num_packs`` packs."""
-        options, seed, drawn = self.options, self.config.seed, self._drawn_prefixes
-        packs = pack_drawn(mixture, options, seed=seed, epoch=epoch, drawn=drawn, min_packs=num_packs or 0)
+        options, seed, prefixes = self.options, self.config.seed, self._drawn_prefixes
+        packs = pack_drawn(mixture, options, seed=seed, epoch=epoch, prefixes=prefixes, min_packs=num_packs or 0)
         plan = self.assign(packs, batch_shape, num_packs=num_packs)
         return dataclasses.replace(plan, summary=dataclasses.replace(plan.summary, num_filtered=mixture.num_filtered))
 
@@ -431,7 +431,7 @@ class Inputs:
         """Fingerprints of the packs, equal for any number of ranks, and of the steps."""
         if not self.stages:
             plan = self.plan_of(0, batch_shape)
-            return plan.lasting_fingerprint, plan.steps.fingerprint if plan.placement is None else plan.fingerprint
+            return plan.packs_fingerprint, plan.steps.fingerprint if plan.placement is None else plan.fingerprint
         packs, steps = self.stages[0].fingerprints(self.stage_batch_shape(0, batch_shape))
         digest = hashlib.sha256(packs.encode())
         for number, stage in enumerate(self.stages):
