@@ -25,7 +25,7 @@ class SkrullOptions:
     bucket_size: int
     sequence_parallel_size: int = 1
     alignment: int = 1
-    times: StepTime = StepTime()
+    step_time: StepTime = StepTime()
 
     @property
     def max_length(self) -> int:
@@ -77,7 +77,7 @@ class PlanOptions(StepOptions):
         return self.world_size * self.gradient_accumulation_steps * self.per_device_train_batch_size
 
     @property
-    def samples_per_plain_step(self) -> int:
+    def samples_per_unpacked_step(self) -> int:
         """Samples of a full optimizer step over all ranks without packing."""
         return self.samples_per_step or self.packs_per_step
 

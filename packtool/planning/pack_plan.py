@@ -84,9 +84,9 @@ class PackPlan:
         A sample with a shared prefix adds (prefix + own)^2 - prefix^2.
         """
         squares = np.square(self.full_lengths, dtype=np.int64)
-        return self.sums_per_pack(
-            squares if self.shared_tokens is None else squares - np.square(self.shared_tokens, dtype=np.int64)
-        )
+        if self.shared_tokens is not None:
+            squares -= np.square(self.shared_tokens, dtype=np.int64)
+        return self.sums_per_pack(squares)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -217,22 +217,27 @@ def sort_by_sample(plan: PackPlan) -> PackPlan:
 
 
 def split_to_count(plan: PackPlan, num_packs: int) -> PackPlan:
-    """Make packs of the last samples of those packs with most samples, until there are ``num_packs`` packs."""
-    missing = num_packs - plan.num_packs
-    assert missing >= 0, "packs are split, never joined"
+    """Split packs until there are ``num_packs``: in turns, the last sample of each of the fullest becomes a pack."""
+    num_missing = num_packs - plan.num_packs
+    assert num_missing >= 0, "packs are split, never joined"
     offsets = plan.offsets
-    while missing:
+    while num_missing > 0:
         sizes = np.diff(offsets)
-        fullest = np.argsort(-sizes, kind="stable")[:missing]
-        is_divisible = sizes[fullest] > 1
-        assert is_divisible.any(), "more packs than samples"
-        last_samples = offsets[fullest[is_divisible] + 1] - 1
-        offsets = np.sort(np.concatenate((offsets, last_samples)))
-        missing -= len(last_samples)
-    if plan.shared_tokens is None:
-        return replace(plan, offsets=offsets)
-    lengths, shared = plan.lengths.copy(), plan.shared_tokens.copy()
-    first = offsets[:-1]  # the first sample of a pack shares nothing
-    lengths[first] += shared[first]
-    shared[first] = 0
-    return replace(plan, offsets=offsets, lengths=lengths, shared_tokens=shared)
+        divisible = np.flatnonzero(sizes > 1)
+        assert len(divisible) > 0, "more packs than samples"
+        fullest_first = divisible[np.argsort(-sizes[divisible], kind="stable")]
+        pack_stops = offsets[1:]
+        last_samples = pack_stops[fullest_first[:num_missing]] - 1
+        offsets = np.sort(np.append(offsets, last_samples))
+        num_missing -= len(last_samples)
+    split = replace(plan, offsets=offsets)
+    return split if plan.shared_tokens is None else _unshare_first_samples(split, plan.shared_tokens)
+
+
+def _unshare_first_samples(plan: PackPlan, shared_tokens: Int32Array) -> PackPlan:
+    """Let the first sample of each pack compute the prefix that it shared with the sample before it."""
+    first_samples = plan.offsets[:-1]
+    lengths, shared_tokens = plan.lengths.copy(), shared_tokens.copy()
+    lengths[first_samples] += shared_tokens[first_samples]
+    shared_tokens[first_samples] = 0
+    return replace(plan, lengths=lengths, shared_tokens=shared_tokens)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,21 +47,21 @@ def pack(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Decide which samples share a pack: a pure function, the same on every machine; every epoch has as many packs.
+    """Decide which samples share a pack: the same on every machine, and equally many packs in every epoch.
 
     Without shuffling, and always with ``sequential``, the order of the cache is kept as far as possible.
 
-    ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``. Samples without
-    tokens, or that exceed a budget of a pack, are a DataError; options out of range a ConfigError.
+    ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``.
     """
-    if problems := [*bound_problems(options), *options.problems(PackOptions)]:
+    packing_problems = options.problems(PackOptions)  # ``options`` may have further sections, checked elsewhere
+    if problems := [*bound_problems(options), *packing_problems]:
         raise ConfigError.from_problems(problems)
     lengths = check_lengths(lengths, capacity)
     # None if no pack can exceed the limit, so that packing need not look at media.
     media_tokens = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
     job = _Job(lengths, media_tokens, capacity, options, seed, epoch)
     if options.packing_algorithm == "binpacking":
-        return _pack_in_batches(job)
+        return _pack_with_binpacking(job)
     if options.packing_window is None or len(lengths) <= options.packing_window:
         return _pack_job(job)
     return _pack_windows(job, options.packing_window)
@@ -80,16 +79,18 @@ def pack_trees(
 ) -> PackPlan:
     """Pack the groups of prefix trees, each like one sample; return packs of samples.
 
-    By sample number: ``lengths``, (n,), are tokens of a sample with its prefix, ``media_tokens``, (n,), those that the
+    Both by sample number, (n,): ``lengths`` are tokens of complete samples, but ``media_tokens`` only those that a
     sample adds to its group. Other arguments are as for ``pack``.
     """
     assert options.max_samples_per_pack is None, "packing counts a group as one sample"
-    group_media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
     group_tokens = trees.sums_per_group(trees.new_tokens(lengths))
+    group_media = None
+    if media_tokens is not None:
+        new_media = media_tokens[trees.samples]  # in the order of ``trees``, as ``new_tokens``
+        group_media = trees.sums_per_group(new_media)
     packs_of_groups = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
-    if trees.part_placement == "apart":  # no two groups of a tree in one pack
-        first_samples = trees.offsets[:-1]
-        tree_of_group = trees.tree_ids[first_samples]
+    if trees.part_placement == "apart":  # several groups of one tree come into different packs
+        tree_of_group = trees.tree_ids[trees.offsets[:-1]]  # that of each group's first sample
         max_media = options.max_media_tokens_per_pack
         packs_of_groups = separate_groups(packs_of_groups, tree_of_group, group_media, max_media)
     return trees.expand(packs_of_groups, lengths)
@@ -137,7 +138,7 @@ def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 
 
 
 class _Job(NamedTuple):
-    """Samples to pack by themselves: all, or those of one of several parts, which processes pack."""
+    """Samples that one process packs by themselves: all, or those of one of several parts."""
 
     lengths: Int32Array
     media_tokens: Int32Array | None
@@ -166,14 +167,12 @@ def _pack_job(job: _Job) -> PackPlan:
 
 
 def _pack_windows(job: _Job, window_size: int) -> PackPlan:
-    num = len(job.lengths)
-    keeps_order = job.options.packing_algorithm == "sequential"
-    if keeps_order:
-        windows = np.split(np.arange(num), range(window_size, num, window_size))
-    else:
-        windows = draw_windows(num, window_size, seed=job.seed)
-    plan = _pack_separately(job, windows, _pack_job, _MIN_SAMPLES_FOR_PROCESSES)
-    return plan if keeps_order else _order_packs(plan, job)
+    num_samples = len(job.lengths)
+    if job.options.packing_algorithm == "sequential":
+        windows = np.split(np.arange(num_samples), range(window_size, num_samples, window_size))
+        return _pack_separately(job, windows, _pack_job, _MIN_SAMPLES_FOR_PROCESSES)
+    windows = draw_windows(num_samples, window_size, seed=job.seed)
+    return _order_packs(_pack_separately(job, windows, _pack_job, _MIN_SAMPLES_FOR_PROCESSES), job)
 
 
 def _pack_separately(
@@ -194,40 +193,36 @@ def _pack_separately(
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
     """Divide ``num`` samples into random windows of about equal size, at most ``window``; int64 (n,) each, ascending.
 
-    Adjacent samples are often alike, so windows are random. They do not depend on the epoch, so that every epoch has
-    equally many packs.
+    Adjacent samples are often alike, so windows are random; the same in all epochs, which so have equally many packs.
     """
     order = seeded_order(num, seed=seed, epoch=0, stream=RandomStream.WINDOWS)
     return [np.sort(part) for part in np.array_split(order, -(-num // window))]
 
 
-def _pack_in_batches(job: _Job) -> PackPlan:
-    """Pack batches of samples with the library binpacking.
-
-    Samples are divided into chains of ``BATCHES_PER_CHAIN`` batches, which any number of processes pack separately.
-    """
+def _pack_with_binpacking(job: _Job) -> PackPlan:
+    """Pack chains of ``BATCHES_PER_CHAIN`` batches of samples with the library binpacking; a process packs a chain."""
     num_samples, options = len(job.lengths), job.options
     order = np.arange(num_samples, dtype=np.int64)
     if options.shuffle:
-        # The same batches in all epochs, so that all have equally many packs.
+        # The same batches in all epochs, so that these have equally many packs.
         order = seeded_order(num_samples, seed=job.seed, epoch=0, stream=RandomStream.BATCHES)
     chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
     chains = np.split(order, range(chain_size, num_samples, chain_size))
-    plan = _pack_separately(job, chains, _pack_chain, _MIN_SAMPLES_FOR_CHAIN_PROCESSES)
+    plan = _pack_separately(job, chains, _pack_batches, _MIN_SAMPLES_FOR_CHAIN_PROCESSES)
     assert plan.num_samples == num_samples, "binpacking lost samples"
     if options.shuffle:
-        # In every epoch, samples of equal length exchange their packs at random.
+        # Each epoch draws which of the samples of equal length takes which of their places.
         stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
         longest_first = seeded_order(
             num_samples, seed=job.seed, epoch=job.epoch, stream=stream, descending_by=job.lengths
         )
-        slots_longest_first = np.argsort(-plan.lengths, kind="stable")
-        plan.samples[slots_longest_first] = longest_first
+        places_longest_first = np.argsort(-plan.lengths, kind="stable")  # of the same lengths as ``longest_first``
+        plan.samples[places_longest_first] = longest_first
     return _order_packs(plan, job)
 
 
-def _pack_chain(job: _Job) -> PackPlan:
-    """Pack samples in batches of their order, and the last pack of each batch, if not full, with the next batch."""
+def _pack_batches(job: _Job) -> PackPlan:
+    """Pack samples in order, batch by batch; the last pack of a batch, if not full, is packed again with the next."""
     # Slow to import, and rarely needed.
     from binpacking.to_constant_volume import to_constant_volume
 
@@ -235,7 +230,7 @@ def _pack_chain(job: _Job) -> PackPlan:
     items = list(enumerate(job.lengths.tolist()))  # samples with their lengths
     packed: list[int] = []
     pack_sizes: list[int] = []
-    carried: list[tuple[int, int]] = []  # items of the pack that is packed again
+    carried: list[tuple[int, int]] = []  # items of the batch before that are packed again
     for start in range(0, len(items), batch_size):
         stop = start + batch_size
         packs = to_constant_volume([*carried, *items[start:stop]], job.capacity, weight_pos=1)
@@ -270,28 +265,28 @@ def map_on_processes(
     """
     num_proc = min(num_proc, len(jobs))
     # Daemonic processes, such as workers of data loaders, may not have children.
-    uses_this_process = num_proc <= 1 or multiprocessing.current_process().daemon
-    results: list[Result] = []
-    with contextlib.ExitStack() as stack:
-        if uses_this_process:
-            result_stream: Iterator[Result] = map(function, jobs)
-        else:
-            pool = stack.enter_context(WorkerPool[Job, Result](num_proc, _same_function, function))
-            result_stream = pool.map(jobs)
-        try:
-            for result in result_stream:
-                results.append(result)
-                on_progress(len(results))
-        except WorkerDied:
-            raise PacktoolError(
-                "a packing process died (killed, or out of memory?)",
-                "--packing-num-proc 1 packs without further processes; the plan is the same.",
-            ) from None
-    return results
+    if num_proc <= 1 or multiprocessing.current_process().daemon:
+        return _collect(map(function, jobs), on_progress)
+    try:
+        with WorkerPool[Job, Result](num_proc, _job_function, function) as pool:
+            return _collect(pool.map(jobs), on_progress)
+    except WorkerDied:
+        raise PacktoolError(
+            "a packing process died (killed, or out of memory?)",
+            "--packing-num-proc 1 packs without further processes; the plan is the same.",
+        ) from None
 
 
-def _same_function(report: object, function: Callable[[Job], Result]) -> Callable[[Job], Result]:
-    """Return the function that runs the jobs of a worker, which reports nothing before it is done."""
+def _collect(results: Iterable[Result], on_progress: Callable[[int], None]) -> list[Result]:
+    collected = []
+    for result in results:
+        collected.append(result)
+        on_progress(len(collected))
+    return collected
+
+
+def _job_function(report: object, function: Callable[[Job], Result]) -> Callable[[Job], Result]:
+    """Return the function that a worker calls for each job: it reports no progress, so it is called as it is."""
     return function
 
 
@@ -388,9 +383,9 @@ class _Queue:
         return sample
 
     def best(self, free: int, free_media: int) -> int:
-        """Find the index in ``_waiting``, by ascending length, of the sample that fills a pack best; -1 if none fits.
+        """Find the index in ``_waiting`` of the sample that fills a pack best; -1 if none fits.
 
-        It is the longest that fits, or the longer one of a pair that leaves fewer of the ``free`` tokens.
+        It is the longest that fits, or the longer one of a pair that leaves fewer of the ``free`` tokens than that.
         """
         longest = self._longest_fitting(free, free_media)
         if longest < 0:
@@ -398,17 +393,17 @@ class _Queue:
         best, min_left = longest, free - self._length_at(longest)
         first = longest  # the longer sample of a pair: the longest that fits, then shorter ones
         for _ in range(_MAX_ATTEMPTS):
-            if min_left == 0 or first < 0:
+            if first < 0 or min_left == 0:
                 break
             first_length = self._length_at(first)
+            if 2 * first_length < free:
+                break  # too short to be the longer sample of a pair that fills the space
             free_after_first = free - first_length
-            if free_after_first > first_length:
-                break  # the longer sample of a pair that fills the space has at least half of it
             media_after_first = free_media - self._media_at(first)
             second = self._longest_fitting(free_after_first, media_after_first, excluded=first)
             if second >= 0 and free_after_first - self._length_at(second) < min_left:
                 best, min_left = first, free_after_first - self._length_at(second)
-            first = self._skip_too_much_media(first - 1, free_media)
+            first = self._skip_too_much_media(first - 1, free_media)  # the next shorter one that fits
         return best
 
     def _longest_fitting(self, free: int, free_media: int, excluded: int = -1) -> int:

@@ -15,6 +15,7 @@ split, packed and counted as a sequence of numbers: the sum of ``length - shared
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -97,10 +98,8 @@ class PrefixTrees:
 
         ``values``, (n,), such as media tokens, are of complete samples; ``prefix_values``, (M,), of prefixes.
         """
-        has_prefix = self.shared_prefixes != NOTHING
+        amounts = values[self.samples].astype(np.int64) - values_of_prefixes(prefix_values, self.shared_prefixes)
         added = np.zeros(len(values), np.int64)
-        amounts = values[self.samples].astype(np.int64)
-        amounts[has_prefix] -= prefix_values[self.shared_prefixes[has_prefix]]
         added[self.samples] = amounts
         np.maximum.at(added, self.samples, amounts)
         return added
@@ -120,6 +119,14 @@ class PrefixTrees:
         return PackPlan(self.samples[members], starts[groups.offsets], new, groups.capacity, shared)
 
 
+def values_of_prefixes(prefix_values: IntArray, prefixes: Int64Array) -> Int64Array:
+    """Select the values of ``prefixes``, (n,), from those of all prefixes, (M,); int64 (n,), 0 for ``NOTHING``."""
+    has_prefix = prefixes != NOTHING
+    values = np.zeros(len(prefixes), np.int64)
+    values[has_prefix] = prefix_values[prefixes[has_prefix]]
+    return values
+
+
 def plan_trees(
     lengths: IntArray,
     prefixes: Prefixes,
@@ -131,9 +138,7 @@ def plan_trees(
     media_tokens: tuple[IntArray, IntArray] | None = None,
     max_media_tokens: int | None = None,
 ) -> PrefixTrees:
-    """Build trees of samples that share prefixes, and split trees that do not fit into a pack into groups.
-
-    A pure function, the same on every machine.
+    """Build trees of samples that share prefixes, and divide trees that do not fit into a pack into groups.
 
     Args:
         lengths: (N,), tokens of each sample.
@@ -148,20 +153,18 @@ def plan_trees(
     if max_length is None:
         max_length = capacity
     walk = _DepthFirstWalk.of(forest, np.flatnonzero(lengths <= max_length))
-    if max_media_tokens is None and max_samples is None:  # tokens are the only limit
-        _pack_wide_trees(walk, lengths, capacity)  # changes the walk in place
-    samples = walk.samples
-    limits = [_Limit(lengths[samples], walk.shared_tokens, capacity)]
-    if media_tokens is not None and max_media_tokens is not None:
+    if max_samples is None and max_media_tokens is None:
+        walk = _pack_wide_trees(walk, lengths, capacity)
+    limits = [_Limit(lengths[walk.samples], walk.shared_tokens, capacity)]
+    if max_samples is not None:
+        ones = np.ones_like(walk.samples)  # each sample counts as one, and shares no part of that
+        limits.append(_Limit(ones, np.zeros_like(ones), max_samples))
+    if max_media_tokens is not None and media_tokens is not None:
         sample_media, prefix_media = media_tokens
-        shared_media = np.append(prefix_media, 0)[walk.shared_prefixes]  # ``NOTHING``, -1, selects the appended 0
-        limits.append(_Limit(sample_media[samples], shared_media, max_media_tokens))
-    if max_samples is None:
-        max_samples = len(samples)
-    group_starts = _split_trees(walk.shared_tokens, limits, max_samples)
-    walk.set_shared(group_starts, 0, NOTHING)  # a group shares nothing with the one before
-    offsets = np.append(group_starts, len(samples))
-    return PrefixTrees(samples, offsets, walk.shared_tokens, walk.shared_prefixes, forest.roots()[samples])
+        shared_media = values_of_prefixes(prefix_media, walk.shared_prefixes)
+        limits.append(_Limit(sample_media[walk.samples], shared_media, max_media_tokens))
+    group_starts = _split_trees(walk.shared_tokens, limits)
+    return walk.divide(group_starts, forest.tree_ids()[walk.samples])
 
 
 class DrawnPrefixes(NamedTuple):
@@ -186,13 +189,9 @@ class DrawnPrefixes(NamedTuple):
         """
         # Indices of the prefixes of each drawn sample, (m,), and where those of each sample begin.
         selected, offsets = gather_groups(self.prefixes.offsets, samples)
-        salts = _number_copies(samples)
-        if sets is not None:
-            max_copies = int(salts.max(initial=0)) + 1
-            salts += sets * max_copies  # one number for set and copy
-        # Different salts make equal hashes different.
-        factors = salts.astype(np.uint64) * _SALT_FACTOR
-        hashes = self.prefixes.hashes[selected] ^ np.repeat(factors, np.diff(offsets))
+        # Prefixes with different salts get different hashes, so they are not shared.
+        salts = np.repeat(_salts(samples, sets), np.diff(offsets)).astype(np.uint64)
+        hashes = self.prefixes.hashes[selected] ^ (salts * _SALT_FACTOR)
         sample_media, prefix_media = self.media_tokens
         return plan_trees(
             lengths,
@@ -214,14 +213,22 @@ _SALT_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """An odd number, so that no two salts have the same product modulo 2^64."""
 
 
+def _salts(samples: Int64Array, sets: Int64Array | None) -> Int64Array:
+    """Number drawn samples, (n,), so that copies of a sample, and samples of different ``sets``, differ; int64 (n,)."""
+    copies = _number_copies(samples)
+    if sets is None:
+        return copies
+    max_copies = int(copies.max(initial=0)) + 1
+    return sets * max_copies + copies
+
+
 def _number_copies(samples: Int64Array) -> Int64Array:
     """Number the occurrences of each sample: 0 for the first, 1 for the second; int64 (n,)."""
     by_sample = np.argsort(samples, kind="stable")
-    indices = np.arange(len(samples))
-    is_first = np.diff(samples[by_sample], prepend=-1) > 0
-    first_indices = np.maximum.accumulate(np.where(is_first, indices, 0))
+    sorted_samples = samples[by_sample]
+    first_indices = np.searchsorted(sorted_samples, sorted_samples)  # of equal samples, the first
     copies = np.empty_like(samples)
-    copies[by_sample] = indices - first_indices
+    copies[by_sample] = np.arange(len(samples)) - first_indices
     return copies
 
 
@@ -241,31 +248,38 @@ class _DepthFirstWalk:
 
     @classmethod
     def of(cls, forest: _Forest, samples: Int64Array) -> _DepthFirstWalk:
-        """Sort samples, (N,), which ascend: trees by their lowest sample, and samples at the same node by number.
-
-        A node of the ``forest`` is a prefix of several samples; the last node of a sample is its longest such prefix.
-        """
+        """Sort samples, (N,), which ascend: trees by their lowest sample, and samples at the same node by number."""
         samples = samples[np.argsort(forest.preorder()[forest.last_nodes[samples]], kind="stable")]
         nodes = forest.last_nodes[samples]
-        # Neighbours share the deepest node above both; ``NOTHING``, -1, selects the last element: 0 tokens.
-        common_nodes = np.full(len(samples), NOTHING, np.int64)
+        # Neighbors share the deepest node above both.
+        common_nodes = np.full(len(samples), _ROOT)
         common_nodes[1:] = forest.common_ancestors(nodes[:-1], nodes[1:])
-        shared_tokens, shared_prefixes = forest.tokens[common_nodes], forest.prefixes[common_nodes]
+        shared_tokens = forest.tokens[common_nodes]
         tree_starts = np.flatnonzero(shared_tokens == 0)
         tree_sizes = np.diff(np.append(tree_starts, len(samples)))
         lowest_samples = np.minimum.reduceat(samples, tree_starts)  # of each tree
         by_tree = np.argsort(np.repeat(lowest_samples, tree_sizes), kind="stable")
-        return cls(samples[by_tree], shared_tokens[by_tree], shared_prefixes[by_tree])
+        return cls(samples, shared_tokens, forest.prefixes[common_nodes]).select(by_tree)
 
-    def reorder(self, positions: Int64Array) -> None:
-        """Move all samples in place; ``positions``, (N,), are their old positions in the new order."""
-        for values in (self.samples, self.shared_tokens, self.shared_prefixes):
-            values[:] = values[positions]
+    def select(self, positions: Int64Array | slice) -> _DepthFirstWalk:
+        """Select the samples at ``positions``, with what they share in this walk."""
+        return _DepthFirstWalk(self.samples[positions], self.shared_tokens[positions], self.shared_prefixes[positions])
 
     def set_shared(self, positions: Int64Array, tokens: int, prefix: int) -> None:
         """Set, in place, what the samples at ``positions`` share with the one before them."""
         self.shared_tokens[positions] = tokens
         self.shared_prefixes[positions] = prefix
+
+    def divide(
+        self, group_starts: Int64Array, tree_ids: Int64Array, part_placement: PartPlacement = "any"
+    ) -> PrefixTrees:
+        """Divide the walk into groups that begin at ``group_starts``, (G,), and share nothing with each other."""
+        groups = copy.deepcopy(self)
+        groups.set_shared(group_starts, 0, NOTHING)
+        offsets = np.append(group_starts, len(self.samples))
+        return PrefixTrees(
+            groups.samples, offsets, groups.shared_tokens, groups.shared_prefixes, tree_ids, part_placement
+        )
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
@@ -279,10 +293,9 @@ def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> Pr
         return None
     shared_prefixes = np.full(packs.num_samples, NOTHING, np.int64)
     shared_prefixes[has_prefix] = np.searchsorted(keys, wanted_keys)
-    tree_ids = _Forest.from_prefixes(prefixes, min_shared).roots()[packs.samples]
-    group_starts = np.flatnonzero(~has_prefix)
-    offsets = np.append(group_starts, packs.num_samples)
-    return PrefixTrees(packs.samples, offsets, packs.shared_tokens, shared_prefixes, tree_ids)
+    tree_ids = _Forest.from_prefixes(prefixes, min_shared).tree_ids()[packs.samples]
+    walk = _DepthFirstWalk(packs.samples, packs.shared_tokens, shared_prefixes)
+    return walk.divide(np.flatnonzero(~has_prefix), tree_ids)
 
 
 def _prefix_keys(samples: Int64Array, lengths: Int32Array) -> Int64Array:
@@ -290,88 +303,93 @@ def _prefix_keys(samples: Int64Array, lengths: Int32Array) -> Int64Array:
     return (samples << 31) + lengths
 
 
+_ROOT = 0
+"""Number of the node above all trees."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Forest:
-    """H nodes, each a prefix of several samples; arrays of nodes have a further, last element for ``NOTHING``, -1."""
+    """Trees of H nodes: the root, which is the empty prefix, and each prefix that several samples have."""
 
-    parents: Int64Array  # (H + 1,), the next shorter prefix of the same samples, or ``NOTHING``
-    tokens: Int32Array  # (H + 1,), tokens that samples with the prefix share; 0 for ``NOTHING``
-    prefixes: Int64Array  # (H + 1,), index of the prefix among all, in the first sample that has it
-    last_nodes: Int64Array  # (N,), the longest shared prefix of each sample, or ``NOTHING``
+    parents: Int64Array  # (H,), the next shorter prefix of the same samples; the root is its own parent
+    tokens: Int32Array  # (H,), tokens that samples with the prefix share
+    prefixes: Int64Array  # (H,), index of the prefix among all, in the first sample that has it; root: ``NOTHING``
+    last_nodes: Int64Array  # (N,), the longest shared prefix of each sample, or the root
 
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:
         """Make one node of all prefixes with the same hash, if they are several and longer than ``min_shared``."""
         repeated = _repeated_prefixes(prefixes, min_shared)  # indices of prefixes, (X,), sample after sample
-        node_of, first = _number_by_occurrence(prefixes.hashes[repeated])  # so parents come before their children
         samples = prefixes.owners()[repeated]
-        is_shortest = np.diff(samples, prepend=-1) > 0
-        is_longest = np.diff(samples, append=prefixes.num_samples) > 0
-        # A sample lists its prefixes from short to long: the parent of a node is the one before it.
-        parent_of = np.roll(node_of, 1)
-        parent_of[is_shortest] = NOTHING
-        last_nodes = np.full(prefixes.num_samples, NOTHING, np.int64)
-        last_nodes[samples[is_longest]] = node_of[is_longest]
-        first_prefixes = repeated[first]
+        numbers, first_of_node = _number_by_occurrence(prefixes.hashes[repeated])
+        nodes = numbers + 1  # the root is number 0
+        # A sample lists its prefixes from short to long: the parent of a node is the one listed before it.
+        parents = np.full(len(nodes), _ROOT)
+        parents[1:] = np.where(samples[1:] == samples[:-1], nodes[:-1], _ROOT)
+        last_nodes = np.full(prefixes.num_samples, _ROOT)
+        last_nodes[samples] = nodes  # the last one assigned to a sample remains
+        first_prefixes = repeated[first_of_node]
+        # Samples share all of a prefix but its last token, which may have different targets.
+        shared_tokens = prefixes.lengths[first_prefixes] - 1
         return cls(
-            parents=np.append(parent_of[first], NOTHING),
-            # Without the last token of a prefix: its samples may continue differently, and so have different targets.
-            tokens=np.append(prefixes.lengths[first_prefixes] - 1, 0).astype(np.int32),
-            prefixes=np.append(first_prefixes, NOTHING),
+            parents=np.insert(parents[first_of_node], 0, _ROOT),
+            tokens=np.insert(shared_tokens, 0, 0),
+            prefixes=np.insert(first_prefixes, 0, NOTHING),
             last_nodes=last_nodes,
         )
 
     def depths(self) -> Int64Array:
-        """Count the ancestors of each node, (H + 1,); -1 for ``NOTHING``."""
-        depths = np.zeros(len(self.parents), np.int64)
-        above = self.parents[:-1]
-        while (above != NOTHING).any():
-            depths[:-1] += above != NOTHING
-            above = self.parents[above]
-        depths[-1] = -1
+        """Count the ancestors of each node, (H,): 0 for the root."""
+        depths = np.zeros_like(self.parents)
+        ancestors = np.arange(len(self.parents))
+        while (ancestors != _ROOT).any():
+            depths += ancestors != _ROOT
+            ancestors = self.parents[ancestors]
         return depths
 
-    def roots(self) -> Int64Array:
-        """Find the root above the last node of each sample, or ``NOTHING``; (N,)."""
-        roots = self.last_nodes
-        while ((above := self.parents[roots]) != NOTHING).any():
-            roots = np.where(above == NOTHING, roots, above)
-        return roots
+    def tree_ids(self) -> Int64Array:
+        """Return the tree of each sample, (N,): the node below the root that it is in, or ``NOTHING``."""
+        nodes, parents = self.last_nodes, self.parents[self.last_nodes]
+        while (parents != _ROOT).any():
+            nodes = np.where(parents == _ROOT, nodes, parents)
+            parents = self.parents[nodes]
+        return np.where(nodes == _ROOT, NOTHING, nodes)
 
     def preorder(self) -> Int64Array:
-        """Return each node's position in depth-first order, siblings by number, (H + 1,); ``NOTHING`` comes last."""
-        depths = self.depths()[:-1]
-        levels = [np.flatnonzero(depths == depth) for depth in range(int(depths.max(initial=-1)) + 1)]
+        """Return each node's position in depth-first order, siblings by number; (H,)."""
+        depths = self.depths()
+        levels = [np.flatnonzero(depths == depth) for depth in range(int(depths.max()) + 1)]
         subtree_sizes = self._subtree_sizes(levels)
-        positions = np.full(len(self.parents), len(depths), np.int64)
-        for level in levels:
-            # A node follows its parent and the subtrees of its earlier siblings.
+        positions = np.zeros_like(depths)
+        for level in levels[1:]:
             nodes = level[np.argsort(self.parents[level], kind="stable")]
             parents = self.parents[nodes]
             size_before = np.cumsum(subtree_sizes[nodes]) - subtree_sizes[nodes]  # of earlier nodes of the level
-            first_siblings = np.flatnonzero(np.diff(parents, prepend=NOTHING - 1))
+            first_siblings = np.flatnonzero(np.diff(parents, prepend=NOTHING))
             num_siblings = np.diff(np.append(first_siblings, len(nodes)))
             size_of_earlier_siblings = size_before - np.repeat(size_before[first_siblings], num_siblings)
-            child_start = np.where(parents == NOTHING, 0, positions[parents] + 1)
-            positions[nodes] = child_start + size_of_earlier_siblings
+            # A node follows its parent and the subtrees of its earlier siblings.
+            positions[nodes] = positions[parents] + 1 + size_of_earlier_siblings
         return positions
 
     def _subtree_sizes(self, levels: Sequence[Int64Array]) -> Int64Array:
         """Count the nodes of the subtree below and with each node, (H,); ``levels`` are the nodes by depth."""
-        sizes = np.ones(len(self.parents) - 1, np.int64)
-        for level in reversed(levels[1:]):  # from the deepest level up, without the roots
+        sizes = np.ones_like(self.parents)
+        for level in reversed(levels[1:]):  # from the deepest level up, without the root
             np.add.at(sizes, self.parents[level], sizes[level])
         return sizes
 
     def common_ancestors(self, one: Int64Array, other: Int64Array) -> Int64Array:
-        """Find the deepest common ancestors of pairs of nodes, which may be one of the two; or ``NOTHING``."""
+        """Find the deepest common ancestors of pairs of nodes, which may be one of the two."""
         depths = self.depths()
         one, other = one.copy(), other.copy()
-        while len(pairs := np.flatnonzero(one != other)):
+        pairs = np.flatnonzero(one != other)
+        while len(pairs):
             # The deeper node of a pair moves up to its parent, or both do.
             a, b = one[pairs], other[pairs]
             one[pairs] = np.where(depths[a] >= depths[b], self.parents[a], a)
             other[pairs] = np.where(depths[b] >= depths[a], self.parents[b], b)
+            pairs = pairs[one[pairs] != other[pairs]]
         return one
 
 
@@ -395,9 +413,9 @@ def _repeated_prefixes(prefixes: Prefixes, min_shared: int) -> Int64Array:
 
 
 class _Limit:
-    """Maximum tokens, or media tokens, of a group: consecutive samples of one tree in depth-first order.
+    """Maximum tokens, media tokens or samples of a group: consecutive samples of one tree in depth-first order.
 
-    ``amounts`` (N,) are tokens of full samples, ``shared`` (N,) those that each shares with the sample before it.
+    ``amounts`` (N,) are those of complete samples, ``shared`` (N,) the part that each shares with the one before it.
     """
 
     def __init__(self, amounts: IntArray, shared: IntArray, maximum: int) -> None:
@@ -416,21 +434,19 @@ class _Limit:
         return int(np.searchsorted(self._added_up_to, max_added_up_to, side="right"))
 
 
-def _split_trees(shared_tokens: Int32Array, limits: list[_Limit], max_samples: int) -> Int64Array:
+def _split_trees(shared_tokens: Int32Array, limits: list[_Limit]) -> Int64Array:
     """Divide each tree into groups within all limits; return the first samples of the groups, int64 (G,), ascending.
 
     ``shared_tokens``, (N,), are 0 where a tree begins. A single sample is a group even if it exceeds a limit.
     """
     tree_starts = np.flatnonzero(shared_tokens == 0)
     tree_stops = np.append(tree_starts, len(shared_tokens))[1:]
-    fits = tree_stops - tree_starts <= max_samples
-    for limit in limits:
-        fits &= limit.allows(tree_starts, tree_stops)
+    fits = np.logical_and.reduce([limit.allows(tree_starts, tree_stops) for limit in limits])
     group_starts = tree_starts[fits].tolist()
     for start, tree_stop in zip(tree_starts[~fits].tolist(), tree_stops[~fits].tolist(), strict=True):
         while start < tree_stop:
             group_starts.append(start)
-            stop = min(start + max_samples, tree_stop, *(limit.max_stop(start) for limit in limits))
+            stop = min(tree_stop, *(limit.max_stop(start) for limit in limits))
             start = max(stop, start + 1)
     return np.sort(np.array(group_starts, np.int64))
 
@@ -439,8 +455,8 @@ MIN_BRANCHES = 64
 """Branches of a tree from which they are packed by best fit."""
 
 
-def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) -> None:
-    """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing; in place.
+def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) -> _DepthFirstWalk:
+    """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing.
 
     The trunk is the prefix that all samples of a tree share; a branch is consecutive samples that share more than that.
     Splitting in depth-first order would waste space::
@@ -449,53 +465,53 @@ def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) ->
         depth-first   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
         best fit      2 5 1 | 2 4 2 | 2 3 3           three
     """
+    packed = copy.deepcopy(walk)
     tree_offsets = np.append(np.flatnonzero(walk.shared_tokens == 0), len(walk.samples))
-    for index in np.flatnonzero(np.diff(tree_offsets) >= MIN_BRANCHES).tolist():
-        tree = slice(tree_offsets[index], tree_offsets[index + 1])
-        # Views: changes of the tree change ``walk``.
-        view = _DepthFirstWalk(walk.samples[tree], walk.shared_tokens[tree], walk.shared_prefixes[tree])
-        _pack_wide_tree(view, lengths[view.samples], capacity)
+    for number in np.flatnonzero(np.diff(tree_offsets) >= MIN_BRANCHES).tolist():
+        positions = slice(tree_offsets[number], tree_offsets[number + 1])
+        tree = _pack_wide_tree(walk.select(positions), lengths, capacity)
+        packed.samples[positions] = tree.samples
+        packed.shared_tokens[positions] = tree.shared_tokens
+        packed.shared_prefixes[positions] = tree.shared_prefixes
+    return packed
 
 
-def _pack_wide_tree(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) -> None:
-    """Distribute the branches of a tree over packs; change its ``walk`` in place. A tree of few branches stays whole.
-
-    The tree has two or more samples; ``lengths``, (n,), are their tokens in the order of the walk.
-    """
-    # All samples share the trunk; a branch begins where a sample shares no more than that with the one before it.
-    trunk_tokens = int(walk.shared_tokens[1:].min())
-    branch_starts = np.flatnonzero(walk.shared_tokens <= trunk_tokens)
-    trunk_prefix = int(walk.shared_prefixes[branch_starts[1]])
-    # Tokens that each sample adds to the trunk and the samples before it, (n,).
-    added_tokens = lengths - np.maximum(walk.shared_tokens, trunk_tokens)
+def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> _DepthFirstWalk:
+    """Distribute the branches of a tree of two or more samples over packs; a tree of few branches stays as it is."""
+    # Only the first sample shares nothing with the one before it. The least that another shares is the trunk.
+    trunk_position = 1 + int(tree.shared_tokens[1:].argmin())
+    trunk_tokens = int(tree.shared_tokens[trunk_position])
+    trunk_prefix = int(tree.shared_prefixes[trunk_position])
+    branch_starts = np.flatnonzero(tree.shared_tokens <= trunk_tokens)
+    added_tokens = lengths[tree.samples] - tree.shared_tokens
+    added_tokens[0] -= trunk_tokens  # the trunk belongs to no branch
     branch_tokens = np.add.reduceat(added_tokens, branch_starts)
-    packs = _pack_branches(branch_tokens, capacity - trunk_tokens)
-    if packs is None:
-        return
-    branch_order, first_branches = packs
-    branch_offsets = np.append(branch_starts, len(lengths))
+    space = capacity - trunk_tokens
+    if np.count_nonzero(branch_tokens <= space) < MIN_BRANCHES or branch_tokens.sum() <= space:
+        return tree
+    branch_order, opens_pack = _pack_branches(branch_tokens, space)
+    branch_offsets = np.append(branch_starts, len(tree.samples))
     positions, new_branch_offsets = gather_groups(branch_offsets, branch_order)
-    walk.reorder(positions)
-    # A branch shares the trunk with the branch before it, except for the first of a pack, which shares nothing.
+    packed = tree.select(positions)
     new_branch_starts = new_branch_offsets[:-1]
-    walk.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
-    walk.set_shared(new_branch_starts[first_branches], 0, NOTHING)
+    packed.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
+    packed.set_shared(new_branch_starts[opens_pack], 0, NOTHING)
+    return packed
 
 
-def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, Int64Array] | None:
-    """Pack branches of a tree into ``space`` tokens each; None if all fit into one pack, or few fit at all.
+def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Pack branches of ``branch_tokens``, (B,), into packs of ``space`` tokens; longer ones get a pack of their own.
 
-    ``branch_tokens``, (B,), are without the trunk. Returns the branches in pack order, (B,), and the index in it of the
-    first branch of each pack.
+    Returns the branches in pack order, (B,), and for each whether it is the first of its pack.
     """
     fits = np.flatnonzero(branch_tokens <= space)
-    if len(fits) < MIN_BRANCHES or branch_tokens.sum() <= space:
-        return None
+    too_long = np.flatnonzero(branch_tokens > space)
     packs = pack_histogram(branch_tokens[fits].astype(np.int32), space, shuffle=False, seed=0, epoch=0)
-    too_long = np.flatnonzero(branch_tokens > space)  # alone in a pack, and split later
     order = np.concatenate([fits[packs.samples], too_long])
-    pack_starts = np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))
-    return order, pack_starts
+    opens_pack = np.zeros(len(order), np.bool_)
+    opens_pack[packs.offsets[:-1]] = True
+    opens_pack[len(fits) :] = True
+    return order, opens_pack
 
 
 def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> PrefixTrees:
@@ -507,9 +523,7 @@ def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> Pr
     sources = np.minimum.reduceat(keys[: positions[-1] + 1], starts) % len(is_selected)
     offsets = np.unique(np.searchsorted(positions, trees.offsets))
     walk = _DepthFirstWalk(trees.samples[positions], trees.shared_tokens[sources], trees.shared_prefixes[sources])
-    walk.set_shared(offsets[:-1], 0, NOTHING)
-    tree_ids = trees.tree_ids[positions]
-    return PrefixTrees(walk.samples, offsets, walk.shared_tokens, walk.shared_prefixes, tree_ids, trees.part_placement)
+    return walk.divide(offsets[:-1], trees.tree_ids[positions], trees.part_placement)
 
 
 @dataclass(frozen=True)
@@ -548,29 +562,30 @@ def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[
     branches: list[Branch] = []
     path: list[int] = []  # indices of the branches that make up the current sample, from its beginning
     for sample, num_new in enumerate(new_tokens.tolist()):
-        # Of the path to the sample before, this sample has only the branches within the shared prefix.
-        while path and branches[path[-1]].stop > shared_tokens[sample]:
+        num_shared = shared_tokens[sample]
+        # Branches end wherever a later sample leaves them, so the shared prefix consists of complete branches.
+        while path and branches[path[-1]].stop > num_shared:
             path.pop()
-        num_tokens = shared_tokens[sample] + num_new
-        for stop, stop_sample in _new_branch_stops(sample, num_tokens, shared_tokens):
+        start = num_shared
+        for stop, stop_sample in _new_branch_stops(sample, num_shared + num_new, shared_tokens):
             parent = path[-1] if path else NOTHING
-            start = branches[parent].stop if path else 0
             path.append(len(branches))
             branches.append(Branch(sample, stop_sample, start, stop, parent))
+            start = stop
     return branches
 
 
 def _new_branch_stops(sample: int, num_tokens: int, shared_tokens: list[int]) -> list[tuple[int, int]]:
-    """Find the branches of a sample that the sample before it lacks, the first tokens first.
+    """Find the branches of a sample of ``num_tokens`` that the sample before it lacks, the first tokens first.
 
-    Returns the token position at which each ends, and the first following sample that lacks it, too.
+    Returns the token position at which each ends, and the first following sample that lacks it.
     """
     stops: list[tuple[int, int]] = []
-    stop = num_tokens  # the last branch ends with the sample
-    following = sample + 1
-    while stop > shared_tokens[sample] and following < len(shared_tokens):
-        if stop > shared_tokens[following]:
+    stop = num_tokens
+    for following in range(sample + 1, len(shared_tokens)):
+        if shared_tokens[following] < stop:
             stops.append((stop, following))
             stop = shared_tokens[following]
-        following += 1
+        if stop <= shared_tokens[sample]:
+            break  # the sample before it has all tokens up to here
     return stops[::-1]

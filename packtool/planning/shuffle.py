@@ -15,10 +15,9 @@ from packtool.errors import ConfigError
 class RandomStream(IntEnum):
     """Purposes of random numbers, from one seed and epoch: no two purposes share a number.
 
-    The numbers are part of every plan's identity: with another number, a resumed run would not find its order. Windows
-    of samples that are packed separately use the streams of packing at an offset of 16 per window (``of_window``), from
-    16 on; those of mixtures begin after every window, at 2^40, and are offset by the number of a source or of a level
-    of halving. Rows drawn before there is a plan (``rows.source``, the val split) depend on the seed alone.
+    With another number, a resumed run would not find its order. Windows of samples that are packed separately use the
+    streams of packing at an offset of 16 per window (``of_window``); those of mixtures begin after every window, at
+    2^40, and are offset by the number of a source or of a level of halving.
     """
 
     WITHIN_LENGTH = 0
@@ -61,32 +60,28 @@ def seeded_order(
 ) -> npt.NDArray[np.int64]:
     """Order the numbers 0 to ``num`` - 1 at random; with ``descending_by``, by that value, and at random among equals.
 
-    numpy guarantees the output of ``SeedSequence`` and ``random_raw``, but not of ``permutation``.
-
     ``descending_by``, (num,), are values of 0 or more; the result is int64 (num,). ``stream`` is a ``RandomStream``,
-    plus ``of_window`` if a window is packed separately.
+    plus ``of_window`` for a window of samples that is packed by itself.
     """
     largest = int(descending_by.max()) if descending_by is not None and num else 0
-    number_bits = np.uint64(max(num - 1, 0).bit_length())
-    value_bits = np.uint64(largest.bit_length())
+    number_bits, value_bits = max(num - 1, 0).bit_length(), largest.bit_length()
     assert number_bits + value_bits < 64, "there are random bits"
+    # numpy guarantees the output of ``SeedSequence`` and ``random_raw``, but not of ``permutation``.
     bit_generator = _random_source(seed, epoch, stream)
     # Keys to sort by, from the highest bit: largest value minus the number's value, random bits, the number itself.
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
-        chunk = keys[start : start + CHUNK]  # a view: the keys of the chunk are computed in place
-        stop = start + len(chunk)
-        chunk[:] = bit_generator.random_raw(len(chunk))
-        chunk >>= number_bits + value_bits
-        chunk <<= number_bits  # now there are zeros above and below the random bits
+        stop = min(start + CHUNK, num)
+        numbers = np.arange(start, stop, dtype=np.uint64)
+        random_bits = np.asarray(bit_generator.random_raw(len(numbers))) >> (value_bits + number_bits)
+        keys[start:stop] = (random_bits << number_bits) | numbers
         if descending_by is not None and value_bits:
             below_largest = (largest - descending_by[start:stop]).astype(np.uint64)
-            chunk |= below_largest << (np.uint64(64) - value_bits)
-        chunk |= np.arange(start, stop, dtype=np.uint64)
+            keys[start:stop] |= below_largest << (64 - value_bits)
     keys.sort()
-    number_mask = (np.uint64(1) << number_bits) - np.uint64(1)
-    keys &= number_mask
-    return keys.view(np.int64)
+    order = keys.view(np.int64)
+    order &= (1 << number_bits) - 1  # leaves the numbers
+    return order
 
 
 def seeded_uniform(num: int, *, seed: int, epoch: int, stream: int) -> npt.NDArray[np.float64]:

@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,20 +81,10 @@ def schedule_step(
     lengths: IntArray, flops: npt.NDArray[np.floating[Any]], options: SkrullOptions, *, num_ranks: int
 ) -> list[list[PlacedMicroBatch]]:
     """Assign the sequences of an optimizer step, of ``lengths`` and ``flops`` (n,), to micro-batches of each rank."""
-    group_size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
+    group_size, alignment = options.sequence_parallel_size, options.alignment
     check_counts(num_ranks=num_ranks, sequence_parallel_size=group_size, alignment=alignment)
     options.check(lengths)
-    lengths, sequence_flops = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
-    padded_lengths = -(-lengths // alignment) * alignment  # rounded up
-    step = _Step(
-        sizes=lengths.tolist(),
-        padded_sizes=padded_lengths.tolist(),
-        local_loads=times.loads(lengths, sequence_flops),
-        sharded_loads=times.loads(padded_lengths, sequence_flops, group_size),
-        group_size=group_size,
-        capacity=options.bucket_size * group_size,
-        times=times,
-    )
+    step = _Step.of(np.asarray(lengths), np.asarray(flops, dtype=np.float64), options)
     # Data-parallel ranks get about equal work, counted as if no sequence were sharded.
     local_work = [load.flops for load in step.local_loads]
     heaviest_first = sorted(range(len(local_work)), key=lambda i: -local_work[i])
@@ -104,21 +94,44 @@ def schedule_step(
 
 @dataclass(frozen=True)
 class _Step:
-    """The sequences of a step; plain lists, which are faster than arrays for a few ranks."""
+    """The sequences of a step; plain lists, which are faster than arrays for a few ranks.
+
+    Space on a rank is counted in units of 1/N token. A local sequence takes N units per token on its rank; a sharded
+    one takes one unit per token on each rank.
+    """
 
     sizes: list[int]  # tokens
     padded_sizes: list[int]  # tokens, if sharded
     local_loads: list[Load]  # work of each sequence on one rank
     sharded_loads: list[Load]  # work of each sequence if sharded, summed over the ranks
-    group_size: int  # N, the ranks that share a micro-batch
-    capacity: int  # C N: tokens of a micro-batch, and units of a rank. A unit is 1/N token: so shares are integers
-    times: StepTime
+    group_size: int  # N, the sequence parallel ranks that share a micro-batch
+    capacity: int  # C N: tokens of a micro-batch, and units of each of its ranks
+    step_time: StepTime
+
+    @classmethod
+    def of(cls, lengths: IntArray, flops: Costs, options: SkrullOptions) -> _Step:
+        group_size, alignment, step_time = options.sequence_parallel_size, options.alignment, options.step_time
+        padded_lengths = -(-lengths // alignment) * alignment  # rounded up
+        return cls(
+            sizes=lengths.tolist(),
+            padded_sizes=padded_lengths.tolist(),
+            local_loads=step_time.loads(lengths, flops),
+            sharded_loads=step_time.loads(padded_lengths, flops, group_size),
+            group_size=group_size,
+            capacity=options.bucket_size * group_size,
+            step_time=step_time,
+        )
+
+    def local_units(self, sequence: int) -> int:
+        """Return the space that a local sequence takes on its rank."""
+        return self.sizes[sequence] * self.group_size
+
+    def seconds(self, rank_loads: list[Load], sharded: Load, sharded_tokens: int) -> float:
+        """Estimate the time of a micro-batch from the local work of each rank and the sharded work of all."""
+        return self.step_time.micro_batch(rank_loads, sharded, sharded_tokens, self.group_size)
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
-        """Divide a data-parallel rank's sequences into micro-batches, and place each, in the fastest of several ways.
-
-        The micro-batch with the most work comes first.
-        """
+        """Place a data-parallel rank's sequences in micro-batches, in the fastest of several ways; most work first."""
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
@@ -127,14 +140,8 @@ class _Step:
         candidates = [fewest]
         if self.group_size > 1:
             all_sharded = self._fewest_micro_batches(ascending, self._shard_all)
-            if all_sharded:
-                candidates.append(all_sharded)
-            # Sharding only long sequences may need more micro-batches.
-            for num_batches in range(len(fewest), 2 * len(fewest) + 1):
-                short_local = self._divide_with_short_local(ascending, num_batches)
-                if short_local:
-                    candidates.append(short_local)
-                    break
+            only_long_sharded = self._shard_long(ascending, len(fewest))
+            candidates += [batches for batches in (all_sharded, only_long_sharded) if batches is not None]
         fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))
         return sorted(fastest, key=self._work_of, reverse=True)
 
@@ -158,6 +165,14 @@ class _Step:
         """Divide into ``num`` micro-batches: as in the paper, each of short and long ones; then evenly by tokens."""
         yield [ascending[first::num] for first in range(num)]
         yield [batch[::-1] for batch in assign_to_lightest(reversed(ascending), self.padded_sizes, num)]
+
+    def _shard_long(self, ascending: list[int], min_batches: int) -> list[PlacedMicroBatch] | None:
+        """Shard only long sequences, in ``min_batches`` to twice as many micro-batches; None if they do not fit."""
+        for num_batches in range(min_batches, 2 * min_batches + 1):
+            batches = self._divide_with_short_local(ascending, num_batches)
+            if batches is not None:
+                return batches
+        return None
 
     def _divide_with_short_local(self, ascending: list[int], num_batches: int) -> list[PlacedMicroBatch] | None:
         """Make sequences that fit into a rank's bucket local, and shard the others; None if they do not fit."""
@@ -194,8 +209,7 @@ class _Step:
         if tokens > self.capacity:
             return None
         work = Load.sum(self.sharded_loads[i] for i in ascending)
-        seconds = self.times.micro_batch([NO_LOAD], work, tokens, self.group_size)
-        return PlacedMicroBatch(ascending, [SHARDED] * len(ascending), seconds)
+        return PlacedMicroBatch(ascending, [SHARDED] * len(ascending), self.seconds([NO_LOAD], work, tokens))
 
     def _place(self, ascending: list[int]) -> PlacedMicroBatch | None:
         """Make each sequence local or sharded; None if they do not fit into one micro-batch."""
@@ -212,39 +226,39 @@ class _Step:
         The other sequences are local: longest first, each to the rank with the least work so far (LPT).
         """
         longest_first = ascending[::-1]
+        all_local = Load.sum(self.local_loads[i] for i in longest_first)
+        # With the first 0, 1, 2, ... sequences sharded: tokens and work of these, and work of the local ones.
+        sharded_tokens = accumulate((self.padded_sizes[i] for i in longest_first), initial=0)
+        sharded_loads = accumulate((self.sharded_loads[i] for i in longest_first), Load.plus, initial=NO_LOAD)
+        local_loads = accumulate((self.local_loads[i] for i in longest_first), Load.minus, initial=all_local)
         best = None
-        free_units = self.capacity  # of each rank
-        sharded, sharded_tokens = NO_LOAD, 0
-        local = Load.sum(self.local_loads[i] for i in longest_first)  # of all ranks
-        for num_sharded in range(len(longest_first) + 1):
-            if num_sharded:  # one more than before
-                sequence = longest_first[num_sharded - 1]
-                free_units -= self.padded_sizes[sequence]
-                sharded = sharded.plus(self.sharded_loads[sequence])
-                sharded_tokens += self.padded_sizes[sequence]
-                local = local.minus(self.local_loads[sequence])
-            if free_units < 0:
+        states = zip(sharded_tokens, sharded_loads, local_loads, strict=True)
+        for num_sharded, (tokens, sharded, local) in enumerate(states):
+            if tokens > self.capacity:
                 break
-            mean_local = Load(local.flops / self.group_size, local.attention / self.group_size)
-            mean_flops = mean_local.flops + sharded.flops / self.group_size
-            if mean_flops / self.times.flops_per_second >= max_seconds:
-                break  # sharding makes more work, so this only gets worse
-            # Lower bound of the time: some rank has the longest local sequence, and some rank at least the mean load.
+            mean_flops = local.flops / self.group_size + sharded.flops / self.group_size
+            if mean_flops / self.step_time.flops_per_second >= max_seconds:
+                break  # the mean only grows when more sequences are sharded
             local_sequences = longest_first[num_sharded:]
-            longest_local = self.local_loads[local_sequences[0]] if local_sequences else NO_LOAD
-            min_loads = [longest_local, mean_local]
-            if self.times.micro_batch(min_loads, sharded, sharded_tokens, self.group_size) >= max_seconds:
+            if self._min_seconds(local_sequences, local, sharded, tokens) >= max_seconds:
                 continue
-            assigned = self.assign_local(local_sequences, free_units)
+            assigned = self.assign_local(local_sequences, self.capacity - tokens)
             if assigned is None:
                 continue
             ranks, rank_loads = assigned
-            seconds = self.times.micro_batch(rank_loads, sharded, sharded_tokens, self.group_size)
+            seconds = self.seconds(rank_loads, sharded, tokens)
             if seconds < max_seconds:
                 max_seconds = seconds
-                placement = ranks[::-1] + [SHARDED] * num_sharded  # of ``ascending``, the shortest first
-                best = PlacedMicroBatch(ascending, placement, seconds)
+                placement = [SHARDED] * num_sharded + ranks  # the longest sequence first
+                best = PlacedMicroBatch(ascending, placement[::-1], seconds)
         return best
+
+    def _min_seconds(self, descending: list[int], local: Load, sharded: Load, sharded_tokens: int) -> float:
+        """Bound the time from below for ``descending`` local sequences, of work ``local``, and sharded ones."""
+        # Some rank has the longest local sequence, and some rank at least the mean work.
+        longest_local = self.local_loads[descending[0]] if descending else NO_LOAD
+        mean_local = Load(local.flops / self.group_size, local.attention / self.group_size)
+        return self.seconds([longest_local, mean_local], sharded, sharded_tokens)
 
     def assign_local(self, descending: list[int], free_units: int) -> tuple[list[int], list[Load]] | None:
         """Return the rank of each local sequence, and the work of each rank; None if the sequences do not fit."""
@@ -253,7 +267,7 @@ class _Step:
         ranks = []
         for sequence in descending:
             rank = lightest[0][1]
-            free_of_rank[rank] -= self.sizes[sequence] * self.group_size
+            free_of_rank[rank] -= self.local_units(sequence)
             if free_of_rank[rank] < 0:
                 return None
             loads[rank] = loads[rank].plus(self.local_loads[sequence])
@@ -277,31 +291,32 @@ class _PartialPlacement:
         return min(self.free) >= 0
 
     def seconds(self) -> float:
-        return self.step.times.micro_batch(self.loads, self.sharded, self.sharded_tokens, self.step.group_size)
+        return self.step.seconds(self.loads, self.sharded, self.sharded_tokens)
 
     def add(self, sequence: int) -> bool:
-        """Place a sequence that is no shorter than those placed before; return False if it fits nowhere.
-
-        It becomes local to the rank with the least work, else to the rank with the most space, else sharded. While it
-        does not fit, the longest local sequence of the fullest rank is sharded.
-        """
-        units_if_local = self.step.sizes[sequence] * self.step.group_size
-        units_if_sharded = self.step.padded_sizes[sequence]  # on every rank: an N-th of the tokens
-        while True:
-            if self.fits():
-                lightest_rank = self.loads.index(min(self.loads))
-                emptiest_rank = self.free.index(max(self.free))
-                for rank in (lightest_rank, emptiest_rank):
-                    if self.free[rank] >= units_if_local:
-                        self.place_locally(sequence, rank)
-                        return True
-                if self.step.group_size > 1 and min(self.free) >= units_if_sharded:
-                    self.shard(sequence)
-                    return True
+        """Place a sequence that is no shorter than those placed before; return False if it fits nowhere."""
+        while not self._place_if_fits(sequence):
+            # Make space: the longest local sequence of the fullest rank takes less of it when sharded.
             fullest_rank = self.free.index(min(self.free))
             if self.step.group_size == 1 or not self.local[fullest_rank]:
                 return False
             self._shard_longest_of(fullest_rank)
+        return True
+
+    def _place_if_fits(self, sequence: int) -> bool:
+        """Place a sequence on the rank with the least work or the most space, or shard it; False if it does not fit."""
+        if not self.fits():
+            return False
+        lightest_rank = self.loads.index(min(self.loads))
+        emptiest_rank = self.free.index(max(self.free))
+        for rank in (lightest_rank, emptiest_rank):
+            if self.free[rank] >= self.step.local_units(sequence):
+                self.place_locally(sequence, rank)
+                return True
+        if self.step.group_size > 1 and min(self.free) >= self.step.padded_sizes[sequence]:
+            self.shard(sequence)
+            return True
+        return False
 
     def best_placement(self) -> PlacedMicroBatch:
         """Return this placement, or a faster one with more sharded sequences; changes this object to find it.
@@ -325,7 +340,7 @@ class _PartialPlacement:
         return PlacedMicroBatch(ascending, [best[i] for i in ascending], min_seconds)
 
     def place_locally(self, sequence: int, rank: int) -> None:
-        self.free[rank] -= self.step.sizes[sequence] * self.step.group_size
+        self.free[rank] -= self.step.local_units(sequence)
         self.loads[rank] = self.loads[rank].plus(self.step.local_loads[sequence])
         self.local[rank].append(sequence)
         self.placement[sequence] = rank
@@ -340,7 +355,7 @@ class _PartialPlacement:
     def _shard_longest_of(self, rank: int) -> None:
         """Shard the longest local sequence of a rank."""
         sequence = self.local[rank].pop()
-        self.free[rank] += self.step.sizes[sequence] * self.step.group_size
+        self.free[rank] += self.step.local_units(sequence)
         # Added up again: a difference of floats would leave a rest on an empty rank.
         self.loads[rank] = Load.sum(self.step.local_loads[i] for i in self.local[rank])
         self.shard(sequence)

@@ -215,14 +215,14 @@ def assign_balanced(
     ``within-step`` gives the ranks equal work; ``window`` also exchanges packs between steps near each other. The last
     step takes the remaining packs, in as few micro-batches as its ranks need.
 
-    ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts``: trees whose parts must come into
-    one step, or into different steps. ``num_packs``: plan as many steps as for this many packs; a last step may then
-    take more packs than others.
+    ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts`` have a required placement in steps.
+    ``num_packs``: plan no more steps than for this many packs; the last step takes all others.
     """
-    world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
+    world_size, accumulation = options.world_size, options.gradient_accumulation_steps
+    packs_per_micro_batch = options.per_device_train_batch_size
     check_counts(
         world_size=world_size,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        gradient_accumulation_steps=accumulation,
         packs_per_micro_batch=packs_per_micro_batch,
     )
     if options.balance == "none":
@@ -232,21 +232,19 @@ def assign_balanced(
     order = _order_for_steps(packs.num_packs, costs, options, tree_parts)
     num_full_steps = packs.num_packs // options.packs_per_step
     if num_packs is not None and packs.num_packs > num_packs:
-        num_steps = -(-num_packs // options.packs_per_step)  # rounded up
-        num_full_steps = num_steps - 1  # the last step takes all remaining packs
+        num_full_steps = math.ceil(num_packs / options.packs_per_step) - 1
     num_in_full_steps = num_full_steps * options.packs_per_step
     full_steps = order[:num_in_full_steps].reshape(num_full_steps, options.packs_per_step)
-    full_order = _sort_by_rank(full_steps, costs, world_size).reshape(-1)
+    full_order = _assign_full_steps(full_steps, costs, world_size).reshape(-1)
     last_order, last_sizes = _assign_last_step(order[num_in_full_steps:], world_size, packs_per_micro_batch, costs)
-    full_step_size = world_size * options.gradient_accumulation_steps  # micro-batches
-    step_sizes = [full_step_size] * num_full_steps
+    micro_batches_per_step = [world_size * accumulation] * num_full_steps
+    full_sizes = np.full(sum(micro_batches_per_step), packs_per_micro_batch, dtype=np.int64)
     if len(last_order):
-        step_sizes.append(len(last_sizes))
-    full_sizes = np.full(num_full_steps * full_step_size, packs_per_micro_batch, dtype=np.int64)
+        micro_batches_per_step.append(len(last_sizes))
     return StepAssignment(
         order=np.concatenate((full_order, last_order)),
         micro_batch_sizes=np.append(full_sizes, last_sizes),
-        micro_batches_per_step=np.array(step_sizes, dtype=np.int64),
+        micro_batches_per_step=np.array(micro_batches_per_step, dtype=np.int64),
     )
 
 
@@ -269,11 +267,8 @@ def _order_for_steps(
     return order if tree_parts is None else tree_parts.reorder(order, options.packs_per_step)
 
 
-def _sort_by_rank(steps: Int64Array, costs: Costs | None, num_ranks: int) -> Int64Array:
-    """Assign the packs of full steps, (S, n), to ranks, and sort those of each step by rank.
-
-    ``costs``, (K,), are of all packs of the epoch; None assigns packs to ranks in turn.
-    """
+def _assign_full_steps(steps: Int64Array, costs: Costs | None, num_ranks: int) -> Int64Array:
+    """Sort the packs of full steps, (S, n), by rank; without ``costs`` of all packs, (K,), ranks take them in turn."""
     if costs is None:
         turns = steps.reshape(len(steps), steps.shape[1] // num_ranks, num_ranks)
         return turns.transpose(0, 2, 1).reshape(steps.shape)
@@ -290,20 +285,24 @@ def _assign_last_step(
     """
     if not len(packs):
         return packs, np.zeros(0, np.int64)
-    max_per_rank = math.ceil(len(packs) / world_size)
-    num_micro_batches = math.ceil(max_per_rank / packs_per_micro_batch)
+    num_micro_batches = math.ceil(len(packs) / (world_size * packs_per_micro_batch))  # of each rank
     if costs is None:
         rank_packs = [packs[rank::world_size] for rank in range(world_size)]
     else:
-        # All ranks need equally many packs: add some without work, with indices from n on, and remove them again.
-        num_added = max_per_rank * world_size - len(packs)
-        step_costs = np.append(costs[packs], np.zeros(num_added))
-        rank_indices = assign_evenly(step_costs[None], world_size)[0]
-        rank_packs = [packs[indices[indices < len(packs)]] for indices in rank_indices]
+        rank_packs = _divide_by_cost(packs, costs[packs], world_size)
     sizes: list[int] = []
     for own_packs in rank_packs:
         sizes += map(len, np.array_split(own_packs, num_micro_batches))
     return np.concatenate(rank_packs), np.array(sizes, dtype=np.int64)
+
+
+def _divide_by_cost(packs: Int64Array, costs: Costs, num_ranks: int) -> list[Int64Array]:
+    """Divide packs, (n,), of ``costs``, (n,), among ranks; some may get fewer than others."""
+    # ``assign_evenly`` needs equally many for each rank: add packs without work, which have the indices from n on.
+    num_added = math.ceil(len(packs) / num_ranks) * num_ranks - len(packs)
+    costs_of_step = np.append(costs, np.zeros(num_added))
+    (indices_of_ranks,) = assign_evenly(costs_of_step[np.newaxis], num_ranks)  # of a single step
+    return [packs[indices[indices < len(packs)]] for indices in indices_of_ranks]
 
 
 _MAX_SWAPS = 16
@@ -343,7 +342,7 @@ def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     if packs_per_rank <= 1 or num_ranks == 1:
         return rank_packs
     pack_costs = costs[steps[:, :, None], rank_packs]
-    _even_out_by_swaps(pack_costs, rank_packs)  # changes both in place
+    _even_out_by_swaps(pack_costs, rank_packs)  # in place
     # The heaviest pack of each rank first: micro-batches that run at the same time then have similar work, too.
     return np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
 
@@ -360,15 +359,16 @@ def _even_out_by_swaps(costs: Costs, rank_packs: Int64Array) -> None:
         heavy_rank, light_rank = loads.argmax(axis=1), loads.argmin(axis=1)  # (s,)
         gap = loads.max(axis=1) - loads.min(axis=1)
         gaps_after = _gaps_after_swap(costs[steps, heavy_rank], costs[steps, light_rank], gap)
-        best_pair = gaps_after.argmin(axis=1)  # its number: heavy pack * packs_per_rank + light pack
+        best_pair = gaps_after.argmin(axis=1)
         is_better = gaps_after.min(axis=1) < gap * (1 - 1e-9)  # by more than rounding errors
         if not is_better.any():
             return
         steps = steps[is_better]
-        heavy_pack, light_pack = np.divmod(best_pair[is_better], packs_per_rank)
+        heavy_pack, light_pack = np.unravel_index(best_pair[is_better], (packs_per_rank, packs_per_rank))
         # Indices of one pack of each step.
         heavy = steps, heavy_rank[is_better], heavy_pack
         light = steps, light_rank[is_better], light_pack
+        # Indexing with arrays copies, so both sides can be assigned at once.
         rank_packs[heavy], rank_packs[light] = rank_packs[light], rank_packs[heavy]
         costs[heavy], costs[light] = costs[light], costs[heavy]
 
@@ -417,9 +417,8 @@ def divide_evenly(
 ) -> list[list[int]] | None:
     """Divide items into groups of at most ``capacity`` and about equal work; None if an item fits in no group.
 
-    One after the other, the heaviest first, items go to the group with the least work that has enough space. ``sizes``
-    and ``work`` are of the items, (n,). Returns the items of each group, the lightest first; the group with the most
-    work comes first, and groups may be empty.
+    One after the other, the heaviest first, items go to the group with the least work that has enough space. Returns
+    the items of each group, the lightest first; the group with the most work comes first, and groups may be empty.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     free = [capacity] * num_groups

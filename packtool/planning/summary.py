@@ -49,15 +49,15 @@ class SkrullFigures:
         num_micro_batches: micro-batches with samples, over all data-parallel ranks.
         num_tokens: of all samples, and of the padding of sharded ones.
         num_local_tokens: of samples that are local to a rank.
-        mean, worst: work of the busiest device divided by the mean device's, in the mean and the worst step.
+        mean_imbalance, worst_imbalance: over all steps, of the busiest device's work divided by the mean device's.
     """
 
     options: SkrullOptions
     num_micro_batches: int
     num_tokens: int
     num_local_tokens: int
-    mean: float
-    worst: float
+    mean_imbalance: float
+    worst_imbalance: float
 
     @classmethod
     def of(
@@ -70,15 +70,15 @@ class SkrullFigures:
         towers: TowerWork | None,
     ) -> SkrullFigures:
         """Compute the figures of packs of one sample each; further arguments as for ``device_costs``."""
-        balance = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
-        local_samples = steps.order[placement != SHARDED]
+        device_imbalance = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
+        local_samples = steps.order[placement != SHARDED]  # ``placement`` is in the order of ``steps.order``
         return cls(
             options=options,
-            num_micro_batches=int(np.count_nonzero(steps.micro_batch_sizes())),
+            num_micro_batches=int(np.count_nonzero(steps.micro_batch_sizes() > 0)),
             num_tokens=int(computed_tokens(single_samples, steps, placement, options.alignment).sum()),
             num_local_tokens=int(single_samples.lengths[local_samples].sum(dtype=np.int64)),
-            mean=float(balance.mean()),
-            worst=float(balance.max()),
+            mean_imbalance=float(device_imbalance.mean()),
+            worst_imbalance=float(device_imbalance.max()),
         )
 
     @property
@@ -92,12 +92,12 @@ class SkrullFigures:
         return {
             "bucket_size": self.options.bucket_size,
             "sequence_parallel_size": self.options.sequence_parallel_size,
-            "hardware": self.options.times.device,
+            "hardware": self.options.step_time.device,
             "micro_batches": self.num_micro_batches,
             "bucket_fill": self.bucket_fill,
             "local_tokens": self.num_local_tokens,
             "sharded_tokens": num_tokens - self.num_local_tokens,
-            "device_balance": {"mean": self.mean, "worst": self.worst},
+            "device_balance": {"mean": self.mean_imbalance, "worst": self.worst_imbalance},
         }
 
 
@@ -112,9 +112,8 @@ class PlanSummary:
         num_target_tokens: labels that carry loss among them.
         longest: tokens of the longest sample in the plan, including its shared prefix.
         num_packs: packs; without packing, padded rows; with Skrull the packs before they are divided into samples.
-        fill: true tokens divided by all tokens computed, 0 to 1. With packing, by ``num_packs * packing_length``;
-            without, by the tokens of batches padded to their longest rows. Dynamic batches have no padding, and with
-            Skrull only sharded samples have some.
+        fill: true tokens divided by all tokens, 0 to 1. With packing, by ``num_packs * packing_length``; without, by
+            the tokens of padded batches. Dynamic batches have no padding; with Skrull only sharded samples have some.
         efficient_attn_ratio: attention within samples divided by attention over whole packs: sum of len^2 over sum of
             squared pack sizes, 0 to 1.
     """
@@ -157,7 +156,7 @@ class PlanSummary:
     @property
     def batch_growth(self) -> float:
         """Mean samples of a step divided by those of a full step without packing."""
-        return self.samples_per_step / self.options.samples_per_plain_step
+        return self.samples_per_step / self.options.samples_per_unpacked_step
 
 
 def pack_costs(packs: PackPlan, cost: CostModel, target_tokens: IntArray, towers: TowerWork | None = None) -> Costs:
@@ -186,24 +185,23 @@ def device_costs(
     """Sum the FLOPs of each device in each step, (steps, devices); a rank has ``sequence_parallel_size`` devices.
 
     ``steps`` assigns N single samples to ranks. ``placement``, (N,), in the order of ``steps.order``, is the device of
-    the rank that computes a sample, or ``SHARDED`` for all of its devices. ``flops``, (N,), are of each sample;
-    ``towers`` is the part of them for which one device computes all of an image.
+    the rank that computes a sample, or ``SHARDED`` for all of its devices. ``flops``, (N,), are of each sample and
+    include ``towers``, of which one device computes all of an image.
     """
-    size = sequence_parallel_size
-    num_rank_steps = steps.num_steps * steps.world_size  # a rank-step is one rank in one step
-    # All in the order of ``steps.order``, (N,).
-    rank_steps = steps.rank_step_of_micro_batch[steps.micro_batch_of]
-    sample_flops = flops[steps.order]
+    # By rank-step (one rank in one step) and device.
+    costs = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
+    rank_steps = steps.rank_step_of_micro_batch[steps.micro_batch_of]  # (N,), in the order of ``steps.order``
     is_sharded = placement == SHARDED
     is_local = ~is_sharded
-    device_steps = rank_steps[is_local] * size + placement[is_local]  # one device in one step
-    local_costs = np.bincount(device_steps, sample_flops[is_local], num_rank_steps * size)
-    evenly_shared = sample_flops if towers is None else sample_flops - towers.flops[steps.order]
-    shared_costs = np.bincount(rank_steps[is_sharded], evenly_shared[is_sharded], num_rank_steps)
-    costs = local_costs.reshape(num_rank_steps, size) + shared_costs[:, None] / size
+    np.add.at(costs, (rank_steps[is_local], placement[is_local]), flops[steps.order[is_local]])
+    evenly_shared = flops if towers is None else flops - towers.flops
+    shared_costs = np.zeros(len(costs))
+    np.add.at(shared_costs, rank_steps[is_sharded], evenly_shared[steps.order[is_sharded]])
+    costs += shared_costs[:, None] / sequence_parallel_size
     if towers is not None:
-        costs += shared_tower_costs(steps, placement, towers, size)
-    return costs.reshape(steps.num_steps, steps.world_size * size)  # the devices of a rank are adjacent
+        costs += shared_tower_costs(steps, placement, towers, sequence_parallel_size)
+    num_devices = steps.world_size * sequence_parallel_size  # those of a rank are adjacent
+    return costs.reshape(steps.num_steps, num_devices)
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
@@ -224,7 +222,7 @@ def summarize(
     balance: BalanceFigures | None,
     skrull: SkrullFigures | None = None,
 ) -> PlanSummary:
-    """Compute the figures of packs and steps; arguments as in ``PlanSummary``."""
+    """Compute the figures of a plan; of ``num_cached`` samples, those that it lacks count as filtered."""
     is_planned = np.zeros(num_cached, np.bool_)
     is_planned[packs.samples] = True
     num_distinct = int(np.count_nonzero(is_planned))
@@ -244,7 +242,7 @@ def summarize(
         lower_bound=packs.lower_bound,
         fill=fill,
         num_steps=steps.num_steps,
-        num_steps_without_packing=-(-packs.num_samples // options.samples_per_plain_step),
+        num_steps_without_packing=math.ceil(packs.num_samples / options.samples_per_unpacked_step),
         num_empty_micro_batches=steps.num_empty_micro_batches,
         efficient_attn_ratio=sample_squares / pack_squares,
         balance=balance,
@@ -258,7 +256,7 @@ MIN_GROWTH_FOR_ADVICE = 1.25
 
 def batch_sentence(summary: PlanSummary, *, knows_targets: bool = True) -> str:
     """Compare the mean batch with that of unpacked training, and name the option that keeps the latter."""
-    options, num_plain = summary.options, summary.options.samples_per_plain_step
+    options, num_plain = summary.options, summary.options.samples_per_unpacked_step
     factors = options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size
     remedy = f"--samples-per-step {num_plain}" if options.skrull is None else "--packing false"
     packed = f"{summary.samples_per_step:,.1f} samples"
@@ -289,5 +287,5 @@ def fixed_batch_clause(summary: PlanSummary, steps: StepPlan) -> str:
     fewest, most = int(per_rank.min()), int(per_rank.max())
     number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
     micro_batches = f"{number} micro-batch{'es' if most > 1 else ''} a rank"
-    samples = f"{summary.options.samples_per_plain_step:,} samples"
+    samples = f"{summary.options.samples_per_unpacked_step:,} samples"
     return f"each has the {samples} that it has without packing (--samples-per-step), in {micro_batches}"

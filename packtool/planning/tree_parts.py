@@ -8,9 +8,9 @@ the order of packs changes, by which steps take them, and nothing changes where 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from packtool.planning.prefix_trees import NOTHING, PartPlacement, PrefixTrees
 
 _STEPS_AT_ONCE = 256
 _MAX_ATTEMPTS = 200_000  # a fraction of a second
-_MAX_ATTEMPTS_PER_PACK, _MAX_ATTEMPTS_PER_STEP = 128, 8
+_MAX_ATTEMPTS_PER_ITEM, _MAX_ATTEMPTS_PER_STEP = 128, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,80 +113,22 @@ class TreeParts:
 
     def _separate(self, order: Int64Array, packs_per_step: int) -> Int64Array:
         """Swap packs of nearby steps so that no step has two packs of one tree, as far as possible."""
-        steps = _TreesOfSteps(self, order, packs_per_step)
-        attempts_left = _MAX_ATTEMPTS
+        step_offsets = np.append(np.arange(0, len(order), packs_per_step), len(order))
+        steps = _Swaps(order, step_offsets, self.trees, self.packs)
         stride = max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
-        for pack in self._repeated_packs(steps.step_of):
-            if attempts_left <= 0:
-                break
-            if steps.is_alone(pack):
-                continue  # an earlier swap moved the other pack
-            first_index = steps.step_of[pack] * packs_per_step
-            for other_index in _nearby_indices(first_index, len(order), packs_per_step, stride):
-                attempts_left -= 1
-                if steps.swap(pack, other_index):
-                    break
-        return np.array(steps.order, np.int64)
+        for pack in self._repeated_packs(invert_order(order) // packs_per_step):
+            position = steps.position_of[pack]
+            step_start = position // packs_per_step * packs_per_step
+            steps.separate(position, _nearby_indices(step_start, len(order), packs_per_step, stride))
+        return np.array(steps.items, np.int64)
 
-    def _repeated_packs(self, step_of: list[int]) -> list[int]:
-        """List the packs with a tree that another pack of their step has, too; ``step_of`` is the step of each pack."""
-        steps = np.array(step_of, np.int64)
-        tree_step_keys = self.trees * (int(steps.max()) + 1) + steps[self.packs]  # one number for tree and step
+    def _repeated_packs(self, step_of: Int64Array) -> list[int]:
+        """List the packs with a tree that an earlier pack of their step has, too; ``step_of`` is by pack, (K,)."""
+        tree_step_keys = self.trees * (int(step_of.max()) + 1) + step_of[self.packs]  # one number for tree and step
         by_key = np.argsort(tree_step_keys, kind="stable")
         is_repeated = tree_step_keys[by_key][1:] == tree_step_keys[by_key][:-1]
         repeated = np.sort(by_key[1:][is_repeated])
         return list(dict.fromkeys(self.packs[repeated].tolist()))
-
-
-class _TreesOfSteps:
-    """Packs of steps with the trees in them, while packs are swapped between steps.
-
-    ``order`` lists the packs, step after step; ``step_of`` is the step of each pack.
-    """
-
-    def __init__(self, parts: TreeParts, order: Int64Array, packs_per_step: int) -> None:
-        self.order: list[int] = order.tolist()
-        self.step_of: list[int] = (invert_order(order) // packs_per_step).tolist()
-        self._packs_per_step = packs_per_step
-        # The trees in pack k are ``_trees[_starts[k] : _starts[k + 1]]``.
-        by_pack = np.argsort(parts.packs, kind="stable")
-        self._starts: list[int] = np.searchsorted(parts.packs[by_pack], np.arange(len(order) + 1)).tolist()
-        self._trees: list[int] = parts.trees[by_pack].tolist()
-        self._count_cache: dict[int, Counter[int]] = {}  # by step; entries of changed steps are deleted
-
-    def is_alone(self, pack: int) -> bool:
-        """Check that no other pack of a pack's step has one of its trees."""
-        counts = self._counts_in(self.step_of[pack])
-        return all(counts[tree] == 1 for tree in self._trees_in(pack))
-
-    def swap(self, pack: int, other_index: int) -> bool:
-        """Swap a pack and the one at an index of ``order``, if both are alone then; return False if not."""
-        other = self.order[other_index]
-        step, other_step = self.step_of[pack], other_index // self._packs_per_step
-        if not self._can_replace(other, other_step, pack) or not self._can_replace(pack, step, other):
-            return False
-        first_index = step * self._packs_per_step
-        index = self.order.index(pack, first_index, first_index + self._packs_per_step)
-        self.order[index], self.order[other_index] = other, pack
-        self.step_of[pack], self.step_of[other] = other_step, step
-        del self._count_cache[step], self._count_cache[other_step]
-        return True
-
-    def _can_replace(self, leaving: int, step: int, entering: int) -> bool:
-        """Check that, without ``leaving``, no pack of the step would share a tree with ``entering``."""
-        counts = self._counts_in(step)
-        leaving_trees = self._trees_in(leaving)
-        return all(counts[tree] == (1 if tree in leaving_trees else 0) for tree in self._trees_in(entering))
-
-    def _counts_in(self, step: int) -> Counter[int]:
-        """Count the packs of a step in which each tree is."""
-        if step not in self._count_cache:
-            packs = self.order[step * self._packs_per_step : (step + 1) * self._packs_per_step]
-            self._count_cache[step] = Counter(tree for pack in packs for tree in self._trees_in(pack))
-        return self._count_cache[step]
-
-    def _trees_in(self, pack: int) -> list[int]:
-        return self._trees[self._starts[pack] : self._starts[pack + 1]]
 
 
 def separate_groups(
@@ -194,80 +136,112 @@ def separate_groups(
 ) -> PackPlan:
     """Swap groups of about equal tokens so that no pack has two groups of one tree, as far as possible.
 
-    A "sample" of ``packs`` is a group; for each group, (G,), ``tree_of_group`` is its tree or ``NOTHING``.
+    ``packs`` has groups in place of samples. By group, (G,): its tree or ``NOTHING``, and its ``media_tokens``.
     """
-    groups = _GroupsOfPacks(packs, tree_of_group, media_tokens, max_media_tokens)
-    repeated = groups.repeated_positions()
+    repeated = _repeated_groups(packs, tree_of_group)
     if not repeated:
         return packs
-    by_tokens = np.argsort(packs.lengths, kind="stable")
-    rank_by_tokens = invert_order(by_tokens)
-    attempts_left = _MAX_ATTEMPTS
+    group_tokens = np.empty_like(packs.lengths)
+    group_tokens[packs.samples] = packs.lengths
+    limits = [(group_tokens.tolist(), packs.capacity)]
+    if media_tokens is not None and max_media_tokens is not None:
+        limits.append((media_tokens.tolist(), max_media_tokens))
+    groups_in_trees = np.flatnonzero(tree_of_group != NOTHING)
+    swaps = _Swaps(packs.samples, packs.offsets, tree_of_group[groups_in_trees], groups_in_trees, limits)
+    positions_by_tokens = np.argsort(packs.lengths, kind="stable")
+    index_of_position = invert_order(positions_by_tokens)
     for position in repeated:
-        if attempts_left <= 0:
-            break
-        if groups.is_alone(position):
-            continue  # an earlier swap moved the other group
-        for rank in _nearby_indices(int(rank_by_tokens[position]), packs.num_samples):
-            attempts_left -= 1
-            if groups.swap(position, int(by_tokens[rank])):
-                break
-    return replace(packs, samples=groups.groups, lengths=groups.tokens.astype(np.int32))
+        similar = _nearby_indices(int(index_of_position[position]), packs.num_samples)
+        swaps.separate(position, (int(positions_by_tokens[index]) for index in similar))
+    groups = np.array(swaps.items, np.int64)
+    return replace(packs, samples=groups, lengths=group_tokens[groups])
 
 
-class _GroupsOfPacks:
-    """Groups of packs with their trees, while groups are swapped; all arrays are by position in ``packs.samples``."""
+def _repeated_groups(packs: PackPlan, tree_of_group: Int64Array) -> list[int]:
+    """List the positions in ``packs.samples`` of groups with a tree that an earlier group of their pack has, too."""
+    tree_of = tree_of_group[packs.samples]
+    pack_of = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
+    by_tree = np.lexsort((tree_of, pack_of))
+    is_same = (np.diff(pack_of[by_tree]) == 0) & (np.diff(tree_of[by_tree]) == 0)
+    return [position for position in by_tree[1:][is_same].tolist() if tree_of[position] != NOTHING]
+
+
+class _Swaps:
+    """Items in bins (packs in steps, or groups in packs), which swap positions until no bin has a tree twice.
+
+    Args:
+        items: int64 (n,), the numbers from 0 to n - 1 in any order, bin after bin.
+        offsets: int64 (b + 1,), the first position of each bin in ``items``, and n.
+        trees, items_in_trees: int64 (P,), pairs of a tree and an item that has it.
+        limits: amounts by item, (n,), and the maximum of their sum in a bin.
+    """
 
     def __init__(
-        self, packs: PackPlan, tree_of_group: Int64Array, media_tokens: IntArray | None, max_media_tokens: int | None
+        self,
+        items: Int64Array,
+        offsets: Int64Array,
+        trees: Int64Array,
+        items_in_trees: Int64Array,
+        limits: Sequence[tuple[list[int], int]] = (),
     ) -> None:
-        self.groups = packs.samples.copy()
-        self.tokens = packs.lengths.astype(np.int64)
-        self._tree_of = tree_of_group[self.groups]
-        self._pack_of = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
-        self._offsets: list[int] = packs.offsets.tolist()
-        self._limits = [(self.tokens, packs.capacity)]  # values, and the maximum of their sum in a pack
-        if media_tokens is not None and max_media_tokens is not None:
-            self._limits.append((media_tokens[self.groups].astype(np.int64), max_media_tokens))
+        self.items: list[int] = items.tolist()
+        self.position_of: list[int] = invert_order(items).tolist()  # by item
+        self._offsets: list[int] = offsets.tolist()
+        self._bin_of: list[int] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).tolist()  # by position
+        # The trees of item i are ``_trees[_tree_starts[i] : _tree_starts[i + 1]]``.
+        by_item = np.argsort(items_in_trees, kind="stable")
+        self._trees: list[int] = trees[by_item].tolist()
+        self._tree_starts = np.searchsorted(items_in_trees[by_item], np.arange(len(items) + 1)).tolist()
+        self._limits = limits
+        self._count_cache: dict[int, Counter[int]] = {}  # by bin; entries of changed bins are deleted
+        self._attempts_left = _MAX_ATTEMPTS
 
-    def repeated_positions(self) -> list[int]:
-        """List the positions with a tree that an earlier position of their pack has, too."""
-        by_tree = np.lexsort((self._tree_of, self._pack_of))
-        trees, packs = self._tree_of[by_tree], self._pack_of[by_tree]
-        is_same = (np.diff(packs) == 0) & (np.diff(trees) == 0)
-        repeated: list[int] = by_tree[1:][is_same & (trees[1:] != NOTHING)].tolist()
-        return repeated
+    def separate(self, position: int, others: Iterable[int]) -> None:
+        """Swap an item that repeats a tree with the first of ``others`` for which both fit; all are positions."""
+        if self._attempts_left <= 0 or self._is_alone(position):
+            return
+        for other in islice(others, _MAX_ATTEMPTS_PER_ITEM):
+            self._attempts_left -= 1
+            if self._can_replace(position, other) and self._can_replace(other, position):
+                self._swap(position, other)
+                return
 
-    def is_alone(self, position: int) -> bool:
-        """Check that no other group of a group's pack is of its tree."""
-        return self._count_in_pack(position, self._tree_of[position]) < 2
+    def _is_alone(self, position: int) -> bool:
+        """Check that no other item of its bin has one of an item's trees."""
+        counts = self._counts_in(self._bin_of[position])
+        return all(counts[tree] == 1 for tree in self._trees_of(self.items[position]))
 
-    def swap(self, one: int, other: int) -> bool:
-        """Swap the groups at two positions, if limits allow it and both are alone then; return False if not."""
-        if self._pack_of[one] == self._pack_of[other]:
+    def _can_replace(self, position: int, other: int) -> bool:
+        """Check that the item at ``other`` fits at ``position``: within all limits, and without repeating a tree."""
+        leaving, entering = self.items[position], self.items[other]
+        bin_index = self._bin_of[position]
+        counts, leaving_trees = self._counts_in(bin_index), self._trees_of(leaving)
+        if any(counts[tree] > (1 if tree in leaving_trees else 0) for tree in self._trees_of(entering)):
             return False
-        if self._count_in_pack(other, self._tree_of[one]) or self._count_in_pack(one, self._tree_of[other]):
-            return False
-        for values, limit in self._limits:
-            added = values[other] - values[one]
-            one_sum = values[self._pack_slice(one)].sum() + added
-            other_sum = values[self._pack_slice(other)].sum() - added
-            if one_sum > limit or other_sum > limit:
+        for amounts, maximum in self._limits:
+            amount = sum(amounts[item] for item in self._items_in(bin_index)) - amounts[leaving] + amounts[entering]
+            if amount > maximum:
                 return False
-        for array in (self._tree_of, self.groups, *(values for values, _ in self._limits)):
-            array[[one, other]] = array[[other, one]]
         return True
 
-    def _count_in_pack(self, position: int, tree: int) -> int:
-        """Count the groups of a tree in the pack that a position is in; 0 for ``NOTHING``."""
-        if tree == NOTHING:
-            return 0
-        return int((self._tree_of[self._pack_slice(position)] == tree).sum())
+    def _swap(self, position: int, other: int) -> None:
+        item, other_item = self.items[position], self.items[other]
+        self.items[position], self.items[other] = other_item, item
+        self.position_of[item], self.position_of[other_item] = other, position
+        del self._count_cache[self._bin_of[position]], self._count_cache[self._bin_of[other]]
 
-    def _pack_slice(self, position: int) -> slice:
-        """Return the positions of the pack that a position is in."""
-        pack = int(self._pack_of[position])
-        return slice(self._offsets[pack], self._offsets[pack + 1])
+    def _counts_in(self, bin_index: int) -> Counter[int]:
+        """Count the items of a bin in each tree."""
+        if bin_index not in self._count_cache:
+            trees = chain.from_iterable(self._trees_of(item) for item in self._items_in(bin_index))
+            self._count_cache[bin_index] = Counter(trees)
+        return self._count_cache[bin_index]
+
+    def _items_in(self, bin_index: int) -> list[int]:
+        return self.items[self._offsets[bin_index] : self._offsets[bin_index + 1]]
+
+    def _trees_of(self, item: int) -> list[int]:
+        return self._trees[self._tree_starts[item] : self._tree_starts[item + 1]]
 
 
 def _distinct(lists: Iterable[list[int]]) -> list[list[int]]:
@@ -275,12 +249,12 @@ def _distinct(lists: Iterable[list[int]]) -> list[list[int]]:
     return list({id(each): each for each in lists}.values())
 
 
-def _nearby_indices(start: int, num: int, width: int = 1, stride: int = 1) -> list[int]:
-    """List indices below ``num``, the nearest to the ``width`` indices from ``start`` on, without these."""
-    indices = []
-    for distance in range(0, _MAX_ATTEMPTS_PER_PACK * stride, stride):
-        indices += [start + width + distance, start - 1 - distance]
-    return [index for index in indices if 0 <= index < num][:_MAX_ATTEMPTS_PER_PACK]
+def _nearby_indices(start: int, num: int, width: int = 1, stride: int = 1) -> Iterator[int]:
+    """Yield indices below ``num``, the nearest to the ``width`` indices from ``start`` on, without these."""
+    for distance in range(0, _MAX_ATTEMPTS_PER_ITEM * stride, stride):
+        for index in (start + width + distance, start - 1 - distance):
+            if 0 <= index < num:
+                yield index
 
 
 def _find_free_step(free: IntArray, step: int, size: int) -> int:

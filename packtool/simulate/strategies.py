@@ -213,9 +213,13 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def skrull(self) -> SkrullOptions:
-        size, times = self.sequence_parallel_size, self.machine.step_time(self.sequence_parallel_size)
-        bucket_size, alignment = self.bucket_size, alignment_of(size)
-        return SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=size, alignment=alignment, times=times)
+        size = self.sequence_parallel_size
+        return SkrullOptions(
+            bucket_size=self.bucket_size,
+            sequence_parallel_size=size,
+            alignment=alignment_of(size),
+            step_time=self.machine.step_time(size),
+        )
 
     @property
     def longest_trainable(self) -> int:

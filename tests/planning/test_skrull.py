@@ -117,7 +117,7 @@ def test_schedule_keeps_its_invariants(step: tuple[np.ndarray, dict[str, int], S
     lengths, options, times = step
     num, bucket, alignment = options["sequence_parallel_size"], options["bucket_size"], options["alignment"]
     flops = flops_of(lengths)
-    ranks = schedule_step(lengths, flops, **options, times=times)
+    ranks = schedule_step(lengths, flops, **options, step_time=times)
     assert len(ranks) == options["num_ranks"]
     batches = [batch for rank in ranks for batch in rank]
     # Every sequence exactly once.
@@ -139,7 +139,7 @@ def test_schedule_keeps_its_invariants(step: tuple[np.ndarray, dict[str, int], S
                 plain = sharded_micro_batches(hand, lengths, bucket, num, alignment)
                 fastest = planned_time([plain], lengths, flops, **shared)
                 assert planned_time([rank], lengths, flops, **shared) <= fastest * (1 + 1e-9)
-    same_schedule = schedule_step(lengths.copy(), flops.copy(), **options, times=times)
+    same_schedule = schedule_step(lengths.copy(), flops.copy(), **options, step_time=times)
     for one, other in zip(batches, (batch for rank in same_schedule for batch in rank), strict=True):
         assert one.samples.tolist() == other.samples.tolist()
         assert one.placement.tolist() == other.placement.tolist()
@@ -159,7 +159,7 @@ def test_ranks_get_equal_work() -> None:
 def schedule_lines(lengths: list[int], flops: Any, times: StepTime, **options: int) -> list[str]:
     """Micro-batches of one data-parallel rank as text: the lengths that are on each rank, and behind | all share."""
     array = np.array(lengths)
-    (rank,) = schedule_step(array, np.asarray(flops, float), num_ranks=1, times=times, **options)
+    (rank,) = schedule_step(array, np.asarray(flops, float), num_ranks=1, step_time=times, **options)
     result = []
     for batch in rank:
         groups = [
@@ -226,7 +226,7 @@ def test_published_algorithm_has_two_errors() -> None:
 def test_ties_go_to_the_lower_rank_and_the_earlier_sequence() -> None:
     lengths = np.array([4, 4, 4, 4])
     (first_rank, second_rank) = schedule_step(
-        lengths, lengths * 1.0, num_ranks=2, sequence_parallel_size=2, bucket_size=8, times=NEVER
+        lengths, lengths * 1.0, num_ranks=2, sequence_parallel_size=2, bucket_size=8, step_time=NEVER
     )
     assert [batch.samples.tolist() for batch in (*first_rank, *second_rank)] == [[0, 2], [1, 3]]
     assert [batch.placement.tolist() for batch in (*first_rank, *second_rank)] == [[0, 1], [0, 1]]
@@ -323,7 +323,9 @@ def test_placement_is_close_to_the_optimum(times: StepTime, mean: float, worst: 
         lengths = rng.lognormal(7, 1.2, 6).clip(16, 20_000).astype(np.int64)
         flops = flops_of(lengths)
         bucket = int(max(lengths.sum() / 2 * 1.15, 16))
-        (rank,) = schedule_step(lengths, flops, num_ranks=1, sequence_parallel_size=2, bucket_size=bucket, times=times)
+        (rank,) = schedule_step(
+            lengths, flops, num_ranks=1, sequence_parallel_size=2, bucket_size=bucket, step_time=times
+        )
         assert len(rank) == 1
         result = planned_time([rank], lengths, flops, sequence_parallel_size=2, times=times)
         ratios.append(result / best_time(lengths, flops, bucket, 2, times))

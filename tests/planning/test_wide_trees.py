@@ -31,10 +31,10 @@ def test_packs_match_the_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
     walk = prefix_trees._DepthFirstWalk(
         np.arange(6), np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
     )
-    prefix_trees._pack_wide_trees(walk, lengths, capacity)
-    assert walk.samples.tolist() == [0, 4, 1, 2, 3, 5]
-    assert walk.shared_tokens.tolist() == [0, 2, 0, 2, 0, 2]
-    assert walk.shared_prefixes.tolist() == [-1, 7, -1, 7, -1, 7]
+    packed = prefix_trees._pack_wide_trees(walk, lengths, capacity)
+    assert packed.samples.tolist() == [0, 4, 1, 2, 3, 5]
+    assert packed.shared_tokens.tolist() == [0, 2, 0, 2, 0, 2]
+    assert packed.shared_prefixes.tolist() == [-1, 7, -1, 7, -1, 7]
 
 
 @settings(max_examples=40)

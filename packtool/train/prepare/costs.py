@@ -171,7 +171,7 @@ def with_costs(
         world_size=num_ranks,  # not that of the run, so that plans do not depend on it
         sequence_parallel_type=sequence_parallel_type,
     )
-    skrull = dataclasses.replace(options.skrull, times=machine.step_time(num_ranks))
+    skrull = dataclasses.replace(options.skrull, step_time=machine.step_time(num_ranks))
     return dataclasses.replace(options, skrull=skrull)
 
 

@@ -542,7 +542,7 @@ def _describe_schedule(options: PlanOptions) -> str:
     if skrull is not None:
         return (
             f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}, "
-            f"for {skrull.times.device}"
+            f"for {skrull.step_time.device}"
         )
     if options.samples_per_step is not None:
         return f"{options.samples_per_step} samples a step"

@@ -141,7 +141,7 @@ class Preview:
     def _step_figures(self) -> dict[str, Any]:
         """Figures of the steps of the first epoch, with and without packing."""
         summary = self.plan.summary
-        num_unpacked = summary.options.samples_per_plain_step  # samples of a step without packing
+        num_unpacked = summary.options.samples_per_unpacked_step  # samples of a step without packing
         return {
             "steps_per_epoch": summary.num_steps,
             "steps_without_packing": summary.num_steps_without_packing,
@@ -158,7 +158,7 @@ class Preview:
         if self.inputs.stages:
             flops = self.timeline.slowest_flops()
         else:
-            slowest_over_mean = summary.balance.mean if summary.skrull is None else summary.skrull.mean
+            slowest_over_mean = summary.balance.mean if summary.skrull is None else summary.skrull.mean_imbalance
             flops = summary.balance.flops * slowest_over_mean * self.num_epochs
         return flops / self.options.world_size / self.first_inputs.sequence_parallel_size
 

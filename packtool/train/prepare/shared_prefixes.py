@@ -21,13 +21,13 @@ from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.planning.cost import CostModel
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.prefix_trees import (
-    NOTHING,
     DrawnPrefixes,
     PartPlacement,
     Prefixes,
     PrefixTrees,
     plan_trees,
     rebuild_trees,
+    values_of_prefixes,
 )
 from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing
@@ -120,9 +120,7 @@ class SharedPrefixes:
         logits = np.zeros(len(target_tokens), np.int64)
         prefix_targets, trees = self.prefixes.prefixes.target_tokens, self.trees
         samples, targets = trees.samples, target_tokens[trees.samples]
-        has_prefix = trees.shared_prefixes != NOTHING
-        shared = np.zeros(len(samples), np.int64)
-        shared[has_prefix] = prefix_targets[trees.shared_prefixes[has_prefix]]  # negative if unknown
+        shared = values_of_prefixes(prefix_targets, trees.shared_prefixes)  # negative if unknown
         is_exact = (targets == self.index.target_tokens[samples]) & (shared >= 0)
         new = trees.new_tokens(self.index.length)
         np.maximum.at(logits, samples, np.where(is_exact, np.maximum(targets - shared, 0), np.minimum(targets, new)))

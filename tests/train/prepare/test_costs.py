@@ -101,8 +101,8 @@ def test_skrull_gets_the_speed_of_the_devices() -> None:
     for name, skrull in skrull_options.items():
         assert skrull is not None
         machine = Machine(sizes=ModelSizes.of_config(MODEL), hardware=HARDWARE[name], world_size=4)
-        assert skrull.times == machine.step_time(4)
-        assert skrull.times.device == HARDWARE[name].name
+        assert skrull.step_time == machine.step_time(4)
+        assert skrull.step_time.device == HARDWARE[name].name
     plain = dataclasses.replace(options, skrull=None)
     assert with_costs(plain, MODEL, run_config(), HARDWARE["a100"]).skrull is None
 
