@@ -255,7 +255,7 @@ def ms_swift(options: argparse.Namespace) -> None:
                         file.write(json.dumps({"messages": row["messages"], "images": row["images"]}) + "\n")
         ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
         for number in range(options.repeat):
-            ours = _export(model, rows, work / f"packtool{number}", options.num_proc)
+            ours = _export(model, rows, work / f"packtool{number}", options.num_proc, "--media-access", "local")
             theirs = _swift_export(options.swift_python, model, rows, work / f"swift{number}", options.num_proc)
             assert ours["tokens"] == theirs["tokens"], f"{ours['tokens']:,} tokens, ms-swift {theirs['tokens']:,}"
             for unit in ratios:
@@ -303,10 +303,10 @@ def _with_new_words(line: str, index: int, copy: int) -> str:
     return json.dumps(row)
 
 
-def _export(model: Path, rows: Path, cache: Path, num_proc: int) -> dict[str, Any]:
+def _export(model: Path, rows: Path, cache: Path, num_proc: int, *more: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "packtool", "export", "--model", str(model), "--dataset", str(rows)]
     command += ["--max-length", "32768", "--output-dir", str(cache), "--dataset-num-proc", str(num_proc), "--json"]
-    return _timed(command)
+    return _timed(command + list(more))
 
 
 def _peer(model: Path, rendered: Path, num_threads: int) -> dict[str, Any]:
