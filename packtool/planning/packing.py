@@ -309,8 +309,6 @@ def place_sequential(
 ) -> tuple[Int64Array, Int64Array]:
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
-    The next sample of a pack is the one that, alone or with a second one, leaves the fewest tokens free.
-
     ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
     samples in pack order, int64 (N,), and the number of samples in each pack, (K,).
     """
@@ -320,29 +318,31 @@ def place_sequential(
     queue = _Queue(lengths.tolist(), media, look_ahead)
     order: list[int] = []
     pack_sizes: list[int] = []
-    while queue.refill():
-        num_before = len(order)
-        _fill_from_queue(queue, order, limits)
-        pack_sizes.append(len(order) - num_before)
+    queue.refill()
+    while queue.has_waiting:
+        pack_samples = _take_pack(queue, limits)
+        order += pack_samples
+        pack_sizes.append(len(pack_samples))
+        queue.refill()
     return np.array(order, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
 
 
-def _fill_from_queue(queue: _Queue, order: list[int], limits: PackLimits) -> None:
-    """Take the samples of one pack from the queue, the first waiting one first, and append them to ``order``."""
-    free_tokens, free_media, free_slots = limits.tokens, limits.media_tokens, limits.samples
+def _take_pack(queue: _Queue, limits: PackLimits) -> list[int]:
+    """Take the samples of one pack from the queue, the first waiting one first."""
+    samples: list[int] = []
+    free_tokens, free_media = limits.tokens, limits.media_tokens
     index = queue.first()
     while index >= 0:
         sample = queue.take(index)
-        order.append(sample)
+        samples.append(sample)
         free_tokens -= queue.lengths[sample]
         free_media -= queue.media[sample]
-        free_slots -= 1
-        if free_slots == 0:
-            return
-        # Only the ``look_ahead`` samples after the first one may join it: nothing replaces it in the queue yet.
-        if free_slots < limits.samples - 1:
+        if len(samples) == limits.samples:
+            break
+        if len(samples) > 1:  # the first one is not replaced, as only ``look_ahead`` samples after it may join it
             queue.refill()
         index = queue.best(free_tokens, free_media)
+    return samples
 
 
 class _Queue:
@@ -362,12 +362,15 @@ class _Queue:
         self._packed = bytearray(self._num + 1)
         self._waiting: list[int] = []
 
-    def refill(self) -> bool:
-        """Let samples enter while there is space; return False if none waits."""
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def refill(self) -> None:
+        """Let samples enter while there is space."""
         while self._next < self._num and len(self._waiting) < self._max_waiting:
             insort(self._waiting, self._key(self._next))
             self._next += 1
-        return bool(self._waiting)
 
     def first(self) -> int:
         """Find the index in ``_waiting`` of the earliest sample."""

@@ -274,12 +274,10 @@ class _DepthFirstWalk:
         self, group_starts: Int64Array, tree_ids: Int64Array, part_placement: PartPlacement = "any"
     ) -> PrefixTrees:
         """Divide the walk into groups that begin at ``group_starts``, (G,), and share nothing with each other."""
-        groups = copy.deepcopy(self)
-        groups.set_shared(group_starts, 0, NOTHING)
-        offsets = np.append(group_starts, len(self.samples))
-        return PrefixTrees(
-            groups.samples, offsets, groups.shared_tokens, groups.shared_prefixes, tree_ids, part_placement
-        )
+        walk = copy.deepcopy(self)
+        walk.set_shared(group_starts, 0, NOTHING)
+        offsets = np.append(group_starts, len(walk.samples))
+        return PrefixTrees(walk.samples, offsets, walk.shared_tokens, walk.shared_prefixes, tree_ids, part_placement)
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:

@@ -216,7 +216,7 @@ def assign_balanced(
     step takes the remaining packs, in as few micro-batches as its ranks need.
 
     ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts`` have a required placement in steps.
-    ``num_packs``: plan no more steps than for this many packs; the last step takes all others.
+    ``num_packs``: plan no more steps than for this many packs.
     """
     world_size, accumulation = options.world_size, options.gradient_accumulation_steps
     packs_per_micro_batch = options.per_device_train_batch_size
@@ -232,7 +232,7 @@ def assign_balanced(
     order = _order_for_steps(packs.num_packs, costs, options, tree_parts)
     num_full_steps = packs.num_packs // options.packs_per_step
     if num_packs is not None and packs.num_packs > num_packs:
-        num_full_steps = math.ceil(num_packs / options.packs_per_step) - 1
+        num_full_steps = math.ceil(num_packs / options.packs_per_step) - 1  # the last step takes all further packs
     num_in_full_steps = num_full_steps * options.packs_per_step
     full_steps = order[:num_in_full_steps].reshape(num_full_steps, options.packs_per_step)
     full_order = _assign_full_steps(full_steps, costs, world_size).reshape(-1)
