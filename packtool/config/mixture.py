@@ -216,6 +216,12 @@ class Recipe:
             return f"{self.until:,} steps"
         return "" if self.until_share is None else f"{100 * self.until_share:g}%"
 
+    def stop_step(self, max_steps: int) -> int:
+        """Steps of the run that are done when this stage ends, of ``max_steps``; without ``until``, all of them."""
+        if self.until is not None:
+            return self.until
+        return max_steps if self.until_share is None else max(round(self.until_share * max_steps), 1)
+
 
 def unify_sources(recipe: Recipe) -> Recipe:
     """Give every stage the sources of all stages in the same order; those it does not train have ``is_taken=False``."""

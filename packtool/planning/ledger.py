@@ -282,7 +282,7 @@ class Match:
         first, last: int64 (N,), the old samples of its row, from ``order[first]`` to ``order[last - 1]``; none where
             the row is new.
         order: int64 (M,), the old samples, row after row.
-        is_gone: bool (M,), old samples whose row has no new sample.
+        is_gone: bool (M,), old samples that are no new sample, and whose row has none.
     """
 
     same: Int64Array
@@ -295,6 +295,13 @@ class Match:
     def is_new(self) -> npt.NDArray[np.bool_]:
         """bool (N,): new samples of rows without old samples."""
         return self.first == self.last
+
+    def plus(self, old: Int64Array, new: Int64Array) -> Match:
+        """Add K pairs of equal samples: ``old`` and ``new``, (K,) each."""
+        same, is_gone = self.same.copy(), self.is_gone.copy()
+        same[new] = old
+        is_gone[old] = False
+        return replace(self, same=same, is_gone=is_gone)
 
     def transfer(self, counts: IntArray) -> Int64Array:
         """Convert training counts of the old samples, (M,), to those of the new ones, int64 (N,).

@@ -143,7 +143,7 @@ def _debug_details(batch: Batch) -> Iterator[str]:
 
 
 class RankExchange:
-    """Exchange of values between data-parallel ranks on the host; implements ``NumberExchange``."""
+    """Exchange of values between data-parallel ranks on the host; implements ``CountExchange``."""
 
     def __init__(self, world: World) -> None:
         self._world = world

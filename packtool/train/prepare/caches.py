@@ -310,15 +310,15 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     path = config.plan
     if packs_of(saved).fingerprint != saved.plan:  # the fingerprint of the packs
         raise MismatchError(f"--plan {path} is damaged: its packs differ from those that were saved", "Save it again.")
-    saved_share_prefix = "false" if saved.shared_tokens is None else "true"
-    is_auto = config.share_prefix == "auto"
+    saved_sharing = "false" if saved.shared_tokens is None else "true"
+    requested_sharing = saved_sharing if config.share_prefix == "auto" else config.share_prefix
     # Pairs of the plan's value and this run's; options that are not set take the plan's.
     pairs = {
-        "caches": (saved.cache, reader.fingerprint),  # fingerprints
+        "caches": (saved.cache, reader.fingerprint),  # both are fingerprints
         "samples in the caches": (saved.num_cached, len(reader)),
         "--packing-length": (saved.capacity, config.packing_length or saved.capacity),
         "--max-length": (saved.max_length, config.max_length or saved.max_length),
-        "--share-prefix": (saved_share_prefix, saved_share_prefix if is_auto else config.share_prefix),
+        "--share-prefix": (saved_sharing, requested_sharing),
     }
     if differences := _list_differences(pairs, "in the plan", "in this run"):
         raise MismatchError(
@@ -426,37 +426,41 @@ def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int 
 
 def stage_problems(recipe: Recipe, config: PlanConfig | TrainConfig) -> list[str]:
     """Conflicts of a recipe's stages with the settings of the run, a message for each."""
-    max_steps = config.max_steps
     problems = []
     if config.schedule == "skrull":
         problems.append(
             f"{recipe.place}, stages: they cannot be combined with --schedule skrull; leave out one of them"
         )
-    previous_end = 0  # last step of the previous stage, with --max-steps
+    previous_stop = 0  # steps that are done when the previous stage ends
     for number, stage in enumerate(recipe.stages):
         key = f"{recipe.place}, stages[{number}]"
         problems += _pack_problems(key, stage, config)
-        if max_steps is None:  # then ends of stages are fractions of the run, which need no check
-            if stage.until is not None:
-                problems.append(
-                    f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run "
-                    "(until: 30%)"
-                )
-            continue
-        if number + 1 == len(recipe.stages):  # the last stage ends with the run
-            if previous_end >= max_steps:
-                problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
-            continue
-        end = stage.until or max(round((stage.until_share or 0.0) * max_steps), 1)
-        if stage.until is None and stage.until_share is None:
-            problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
-        elif end <= previous_end:
+        if config.max_steps is not None:
+            is_last = number + 1 == len(recipe.stages)
+            problems += _end_problems(key, stage, config.max_steps, previous_stop, is_last=is_last)
+            previous_stop = stage.stop_step(config.max_steps) if stage.end_text else previous_stop
+        elif stage.until is not None:
             problems.append(
-                f"{key}.until: {stage.end_text} is step {end:,}, not after step {previous_end:,}, where the "
-                "previous stage ends"
+                f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run (until: 30%)"
             )
-        previous_end = end
     return problems
+
+
+def _end_problems(key: str, stage: Recipe, max_steps: int, previous_stop: int, *, is_last: bool) -> list[str]:
+    """The message that a stage ends before it begins, or has no end; ``key`` names the stage in the recipe."""
+    if is_last:
+        if previous_stop < max_steps:
+            return []
+        return [f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins"]
+    if not stage.end_text:
+        return [f"{key}.until is missing: with --max-steps, every stage but the last needs its end"]
+    stop = stage.stop_step(max_steps)
+    if stop > previous_stop:
+        return []
+    return [
+        f"{key}.until: {stage.end_text} is step {stop:,}, not after step {previous_stop:,}, where the previous stage "
+        "ends"
+    ]
 
 
 def _pack_problems(key: str, stage: Recipe, config: PlanConfig | TrainConfig) -> list[str]:

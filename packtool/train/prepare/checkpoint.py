@@ -230,10 +230,8 @@ class RunState:
         plan: fingerprint of the first epoch's packs.
         steps: fingerprint of how they are assigned to steps and ranks.
         assignments: in their order; empty for a single one from step 0.
-        cache: fingerprint of the caches.
         data_since: the first step, 0-based, with the current data; 0 if they never changed.
         step: optimizer steps done.
-        epoch, step_in_epoch: position of that step.
         schedule: settings by which Skrull assigns packs, or ``--samples-per-step``; empty without them.
         learning: the trained parts of the model, if they decide how packs are assigned.
         shares_experts: True if ranks hold different experts.
@@ -404,7 +402,6 @@ def find_checkpoint(
 
     Args:
         resume_from: None, ``true`` (the newest intact checkpoint in ``output_dir``), ``false`` or a directory.
-        only_model: check the files of weights only.
 
     Returns:
         its directory, or None to begin a new run; and warnings on newer checkpoints that are damaged.
@@ -422,7 +419,7 @@ def find_checkpoint(
 
 
 def _find_newest_checkpoint(output_dir: str, *, only_model: bool) -> tuple[str, list[str]]:
-    """Find the newest intact checkpoint; also return warnings on unfinished and on newer damaged checkpoints."""
+    """Find the newest intact checkpoint; also return warnings on those that were skipped."""
     problems = []
     for checkpoint in _checkpoints(output_dir):
         if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):

@@ -160,7 +160,7 @@ def with_costs(
     hardware: Hardware,
     sequence_parallel_type: SequenceParallelType = "auto",
 ) -> PlanOptions:
-    """Add a model's FLOPs to the options; with ``--schedule skrull``, also the speed of devices and links."""
+    """Add a model's FLOPs to the options; for the scheduler Skrull, also the speed of devices and links."""
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
         return options
@@ -193,7 +193,6 @@ class ExpectedTime:
     """The time of steps of a model on ``world_size`` ranks.
 
     Args:
-        model: its ``config.json``.
         weight_bytes: of all weights in the precision of the computation.
         gradient_bytes: of the gradients as they are exchanged.
         trained_bytes: of the trained weights, in the precision of the computation.
@@ -219,22 +218,22 @@ class ExpectedTime:
 
         Args:
             shares: assigns media to ranks that share a sequence.
-            shared: prefixes that the plan computes once; None if it shares none.
             recomputed: fraction of the layers that recompute, of each of the C micro-batches, (C,), or of all; None for
                 the setting of ``config``.
         """
         batch_seconds = self._batch_seconds(config, plan, index, shares, shared)  # (C,)
         if recomputed is not None:
-            without = dataclasses.replace(config, gradient_checkpointing=False)
-            seconds_without = self._batch_seconds(without, plan, index, shares, shared)
-            batch_seconds = recomputed * batch_seconds + (1 - recomputed) * seconds_without
+            keeping_config = dataclasses.replace(config, gradient_checkpointing=False)
+            keeping_seconds = self._batch_seconds(keeping_config, plan, index, shares, shared)
+            batch_seconds = recomputed * batch_seconds + (1 - recomputed) * keeping_seconds
         exchange = self.collectives(config)
         # A micro-batch takes no less than the exchange that overlaps with it.
         batch_seconds = np.maximum(batch_seconds, exchange.per_micro_batch)
         rank_seconds = plan.steps.rank_sums(batch_seconds)  # (S, ranks)
-        last_backward_seconds = _last_backward_seconds(plan.steps, rank_seconds)
-        waiting_seconds = np.maximum(exchange.per_last_backward - last_backward_seconds, 0.0)
-        return np.asarray(rank_seconds.max(axis=1) + waiting_seconds + exchange.exposed)
+        # An exchange that starts with a rank's last backward pass may take longer than that.
+        waiting_seconds = np.maximum(exchange.per_last_backward - _last_backward_seconds(plan.steps, rank_seconds), 0.0)
+        slowest_rank_seconds = rank_seconds.max(axis=1)
+        return np.asarray(slowest_rank_seconds + waiting_seconds + exchange.exposed)
 
     def _batch_seconds(
         self,
@@ -244,24 +243,23 @@ class ExpectedTime:
         shares: MediaShares,
         shared: SharedPrefixes | None,
     ) -> Seconds:
-        """Seconds of each of the C micro-batches of an epoch, (C,), without exchanges of weights."""
+        """Seconds of each of the C micro-batches of an epoch, (C,), without exchanges of weights and gradients."""
         cost = RunCosts.of(config, self.model).with_recomputation
-        times = self._step_time(config, cost)
-        num_ranks = config.sequence_parallel_ranks  # that share a micro-batch
-        sample_flops, sample_attention_flops, towers = _sample_work(times, cost, index, shared, num_ranks)
+        speed = self._step_time(config, cost)
+        num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
+        sample_flops, sample_attention_flops, towers = _sample_work(speed, cost, index, shared, num_sharing)
         total_flops = _batch_sums(plan, sample_flops)
         tower_flops = _batch_sums(plan, towers.flops.astype(np.float64))
-        slowest_tower_flops = tower_flops
-        if num_ranks > 1:
-            slowest_tower_flops = _slowest_tower_flops(cost, shares)
+        slowest_tower_flops = _slowest_tower_flops(cost, shares) if num_sharing > 1 else tower_flops
         # The ranks divide the language model evenly, and wait for the slowest tower.
-        rank_flops = (total_flops - tower_flops) / num_ranks + slowest_tower_flops
-        rank_flops += np.where(total_flops > 0, times.batch_flops, 0.0)  # empty micro-batches cost nothing
-        seconds = rank_flops / times.flops_per_second
-        attention_flops = _batch_sums(plan, sample_attention_flops) / num_ranks
-        seconds += _exposed_exchange_seconds(times, plan, attention_flops)
+        rank_flops = (total_flops - tower_flops) / num_sharing + slowest_tower_flops
+        rank_flops += np.where(total_flops > 0, speed.batch_flops, 0.0)  # empty micro-batches cost nothing
+        seconds = rank_flops / speed.flops_per_second
+        # Exchanges of keys and values: during attention, as far as that does not hide them; and of shared prefixes.
+        attention_flops = _batch_sums(plan, sample_attention_flops) / num_sharing
+        seconds += _exposed_exchange_seconds(speed, plan, attention_flops)
         seconds += self.gathering_seconds(config, plan)
-        return np.maximum(seconds, times.launch_seconds)  # no less than launching the kernels takes
+        return np.maximum(seconds, speed.launch_seconds)
 
     def gathering_seconds(self, config: TrainConfig, plan: EpochPlan) -> Seconds:
         """Seconds in which a rank gathers the keys and values of shared prefixes in each micro-batch, (C,)."""
@@ -322,18 +320,18 @@ def _last_backward_seconds(steps: StepPlan, rank_seconds: Seconds) -> Seconds:
     return np.asarray(_BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches)
 
 
-def _exposed_exchange_seconds(times: StepTime, plan: EpochPlan, attention_flops: Seconds) -> Seconds:
+def _exposed_exchange_seconds(speed: StepTime, plan: EpochPlan, attention_flops: Seconds) -> Seconds:
     """Seconds of each micro-batch, (C,), that exchanges of keys and values take longer than attention on a rank."""
     tokens = plan.steps.micro_batch_sums(plan.packs.tokens_per_pack()).astype(np.float64)
-    return times.exposed_seconds(
+    return speed.exposed_seconds(
         sharded_tokens=tokens,
         local_attention=np.zeros(len(attention_flops)),  # none: every sample is divided among the ranks
-        sharded_attention=attention_flops / times.flops_per_second,
+        sharded_attention=attention_flops / speed.flops_per_second,
     )
 
 
 def _sample_work(
-    times: StepTime, cost: CostModel, index: SplitIndex, shared: SharedPrefixes | None, num_ranks: int
+    speed: StepTime, cost: CostModel, index: SplitIndex, shared: SharedPrefixes | None, num_ranks: int
 ) -> tuple[Costs, Costs, TowerWork]:
     """FLOPs of each sample, those of its attention, (N,) each, and those of its media.
 
@@ -341,9 +339,9 @@ def _sample_work(
     """
     if shared is None:
         sample_flops = sample_costs(cost, index, index.target_tokens)
-        return *times.work(index.length, sample_flops, num_ranks), tower_work(cost, index)
-    work, attention = times.work(index.length, shared.sample_costs(cost, index.target_tokens), num_ranks)
-    prefix_work, prefix_attention = times.work(shared.shared_tokens, np.zeros(1), num_ranks)
+        return *speed.work(index.length, sample_flops, num_ranks), tower_work(cost, index)
+    work, attention = speed.work(index.length, shared.sample_costs(cost, index.target_tokens), num_ranks)
+    prefix_work, prefix_attention = speed.work(shared.shared_tokens, np.zeros(1), num_ranks)
     return work - prefix_work, attention - prefix_attention, shared.towers(cost, index.target_tokens)
 
 

@@ -78,16 +78,18 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
-    shared, sharing_note = find_shared_prefixes(
+    shared, no_sharing_reason = find_shared_prefixes(
         config, files.config, reader, capacity=plan.max_tokens, limit=config.limit
     )
+    notes = []
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
-        sharing_note = shared.line(cost_of(files.config, ALL_WEIGHTS))
+        notes.append(shared.line(cost_of(files.config, ALL_WEIGHTS)))
+    elif no_sharing_reason is not None:
+        notes.append(no_sharing_reason)
     if world.is_first:
         _check_writable(config.output)
-    notes = () if sharing_note is None else (sharing_note,)
-    return PreparedEvaluation(config, world, trained, reader, plan, axes, notes)
+    return PreparedEvaluation(config, world, trained, reader, plan, axes, tuple(notes))
 
 
 def _open_split(config: EvalConfig, trained: TrainedModel, files: ModelFiles) -> CacheReader:
@@ -118,12 +120,11 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     eval_steps = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
         return dataclasses.replace(config, eval_steps=eval_steps), []
-    num_val_samples = [
-        manifest.splits[VAL_SPLIT].rows if VAL_SPLIT in manifest.splits else 0 for manifest in reader.manifests
-    ]  # of each cache
     # With --save-strategy best, evaluations decide about checkpoints, so they follow --eval-steps.
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
-    if all(num_val_samples) and strategy != "no":
+    val_splits = [manifest.splits.get(VAL_SPLIT) for manifest in reader.manifests]
+    num_val_samples = [0 if split is None else split.rows for split in val_splits]
+    if min(num_val_samples) > 0 and strategy != "no":
         config = dataclasses.replace(config, eval_strategy=strategy, eval_steps=eval_steps)
         return config, [_evaluation_line(sum(num_val_samples), strategy, eval_steps)]
     if config.seeks_best or config.early_stop_interval is not None:
@@ -133,7 +134,7 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
             "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
     notes = []
-    if any(num_val_samples) and strategy != "no":
+    if max(num_val_samples) > 0 and strategy != "no":
         notes.append("nothing is evaluated, because only some of the caches have a val split")
     return dataclasses.replace(config, eval_strategy="no"), notes
 

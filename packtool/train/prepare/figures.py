@@ -81,12 +81,9 @@ class SampleFigures:
     """Figures of each sample of the caches, arrays (N,) by position.
 
     Args:
-        media_tokens: placeholder tokens of all media of a sample.
         units: contribution of a sample to the loss's denominator (``StepFigures.units``).
-        flops: forward and backward; None if unknown.
-        hardware_flops: the same with recomputed activations.
-        has_vision, has_sound: whether a sample has images or videos, and sounds or videos with sound; None if unknown.
-        mixture: whose sources are counted; None without one.
+        hardware_flops: ``flops`` with recomputed activations.
+        has_vision, has_sound: whether a sample has images or videos, and sounds or videos with sound.
     """
 
     media_tokens: npt.NDArray[np.integer[Any]]
@@ -295,7 +292,7 @@ def media_of_caches(index: SplitIndex, model: Mapping[str, Any]) -> Media:
 
 
 def media_added(media: Media, inputs: Inputs, plan: EpochPlan) -> Media:
-    """The media of all samples without those of shared prefixes; each medium is scaled to the share that is left."""
+    """The media that each sample adds to its shared prefix; each medium is scaled to the share that is left."""
     shared, reader = inputs.shared_in(plan.packs), inputs.reader
     if shared is None or reader is None:
         return media
@@ -313,26 +310,26 @@ def assign_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: 
 def peak_memory_batches(
     config: TrainConfig, plan: EpochPlan, inputs: Inputs, shares: MediaShares | None = None
 ) -> tuple[RankTokens, ...]:
-    """The longest micro-batches of a rank, with the most media of each kind that any micro-batch of the plan has.
+    """The longest micro-batches of a rank, if they had the most tokens of each kind of any micro-batch of the plan.
 
     ``shares`` assigns media to ranks that share sequences; computed here if None.
     """
     reader = inputs.reader
     if reader is None:  # a file of lengths has no media
         return longest_micro_batches(config, inputs.model, NO_MEDIA)
-    max_per_kind = {name: int(tokens.max(initial=0)) for name, tokens in tokens_per_micro_batch(plan, inputs).items()}
-    max_tokens_of_rank = RankTokens(**max_per_kind)
-    num_ranks = config.sequence_parallel_ranks
-    if num_ranks > 1:
+    tokens_by_kind = tokens_per_micro_batch(plan, inputs)
+    most_tokens = RankTokens(**{kind: int(tokens.max(initial=0)) for kind, tokens in tokens_by_kind.items()})
+    num_sharing = config.sequence_parallel_ranks  # ranks that share a sequence
+    if num_sharing > 1:
         if shares is None:
             media = media_added(media_of_caches(reader.index, inputs.model), inputs, plan)
-            shares = assign_media(media, inputs.model, plan, num_ranks)
-        max_tokens_of_rank = _with_local_maxima(max_tokens_of_rank, shares)
-    return longest_micro_batches(config, inputs.model, max_tokens_of_rank)
+            shares = assign_media(media, inputs.model, plan, num_sharing)
+        most_tokens = _with_encoded_media(most_tokens, shares)
+    return longest_micro_batches(config, inputs.model, most_tokens)
 
 
-def _with_local_maxima(tokens: RankTokens, shares: MediaShares) -> RankTokens:
-    """Add the maximum of the media tokens that a rank's own towers encode."""
+def _with_encoded_media(tokens: RankTokens, shares: MediaShares) -> RankTokens:
+    """Add the most media tokens that one of the ranks that share a micro-batch encodes."""
     max_vision = shares.max_per_rank(shares.media.tokens).max(initial=0)
     max_audio = shares.max_per_rank(shares.media.sounds).max(initial=0)
     return dataclasses.replace(

@@ -24,7 +24,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -287,9 +286,6 @@ class RunRecord:
     Args:
         ledger: of all samples trained before this start; the attribute includes steps up to the last checkpoint.
         checkpoint: that the run resumes from, if any.
-
-    Attributes:
-        losses: of samples, after ``begin``; written with each checkpoint.
     """
 
     def __init__(self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None) -> None:
@@ -385,23 +381,23 @@ def _untrained_samples(
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
-    """Return the ledger after ``step`` steps as if all planned samples were trained, for checkpoints without one."""
-    inputs, reader = timeline.inputs, timeline.inputs.for_training.reader
+    """The ledger after ``step`` steps as if all planned samples were trained, for checkpoints that have no ledger."""
+    inputs = timeline.inputs
+    reader = inputs.for_training.reader
     before_epoch, in_epoch = _planned_counts(timeline, step)
+    counts = before_epoch + in_epoch
     sources = []
-    for source, (start, stop) in zip(begin_ledger(reader).sources, pairwise(reader.offsets.tolist()), strict=True):
-        source_before, source_in_epoch = before_epoch[start:stop], in_epoch[start:stop]
-        counts = source_before + source_in_epoch
-        sources.append(
-            dataclasses.replace(
-                source,
-                before=RowCounts.of(source_before),
-                epoch=RowCounts.of(source_in_epoch),
-                num_samples=int(counts.sum()),
-                tokens=int((counts * inputs.lengths[start:stop]).sum()),
-                target_tokens=int((counts * inputs.targets[start:stop]).sum()),
-            )
+    for number, source in enumerate(begin_ledger(reader).sources):
+        rows = slice(reader.offsets[number], reader.offsets[number + 1])
+        new_source = dataclasses.replace(
+            source,
+            before=RowCounts.of(before_epoch[rows]),
+            epoch=RowCounts.of(in_epoch[rows]),
+            num_samples=int(counts[rows].sum()),
+            tokens=int((counts[rows] * inputs.lengths[rows]).sum()),
+            target_tokens=int((counts[rows] * inputs.targets[rows]).sum()),
         )
+        sources.append(new_source)
     current_epoch, _ = timeline.locate(step)
     return Ledger(step=step, epoch=current_epoch, sources=tuple(sources))
 
@@ -442,7 +438,6 @@ class Replay:
 
     Args:
         stop: the first step after the segment, or the first that was not trained.
-        timeline: its steps, numbered as in the run.
     """
 
     segment: Segment
@@ -487,7 +482,7 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
 
     ``stop`` is the first step that is not replayed, and ``model`` the directory of its model, if that has moved.
     """
-    _check_caches_and_plan(segment)
+    _check_files(segment)
     config = dataclasses.replace(segment.train_config, output_dir=output_dir, cache_dir=None)
     # The state of the data is read from the history, and not from a checkpoint.
     config = dataclasses.replace(config, resume_from_checkpoint=None, data_change="refuse")
@@ -502,12 +497,12 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
             f"the model of this run, {config.model}, cannot be read here: {error.message}",
             "Give its new directory: --model DIR.",
         ) from error
-    change = _read_segment_change(output_dir, segment)
+    data_change = _read_data_change(output_dir, segment)
     _check_same_plan(output_dir, segment, inputs)
-    return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
+    return Replay(segment, stop, Timeline.of(inputs, segment.assignments, data_change))
 
 
-def _read_segment_change(output_dir: str, segment: Segment) -> DataChange | None:
+def _read_data_change(output_dir: str, segment: Segment) -> DataChange | None:
     """The last change of the data before a segment; None without any, MismatchError if its record is missing."""
     if segment.changed_at is None:
         return None
@@ -520,7 +515,8 @@ def _read_segment_change(output_dir: str, segment: Segment) -> DataChange | None
 
 def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
     """Raise a MismatchError if ``inputs`` have other packs or steps than a segment of the run in ``output_dir``."""
-    state = inputs.state(segment.assignments[-1].batch_shape)  # the last shape is the segment's own
+    last_assignment = segment.assignments[-1]  # of the segment; earlier ones are of segments before it
+    state = inputs.state(last_assignment.batch_shape)
     if (state.plan, state.steps) == (segment.plan, segment.steps):
         return
     plan_path = segment.train_config.plan
@@ -539,7 +535,7 @@ def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
     )
 
 
-def _check_caches_and_plan(segment: Segment) -> None:
+def _check_files(segment: Segment) -> None:
     """Raise a MismatchError if a cache or the ``--plan`` of a segment is missing, or a cache has changed."""
     for directory, fingerprint, _ in segment.caches:
         try:

@@ -75,16 +75,13 @@ class Inputs:
         options: of the plan, with costs; a ``BatchShape`` replaces ranks, accumulation and batch size for each plan.
         lengths, targets, media_tokens: all, target and media tokens of each sample, (N,); media may be unknown (None).
         towers: cost of the media of each sample, or of those that it adds to a shared prefix; None for lengths.
-        reader: of the caches; None for a file of lengths.
-        recipe: of the mixture; None if every sample is trained once per epoch.
-        model: its ``config.json``.
+        reader: None for a file of lengths.
+        recipe: None if every sample is trained once per epoch.
         files: of the model; None for the costs of a preset.
         target_choices: of each cache, where ``--loss-scale`` or the recipe differ from its export.
-        saved_plan: the plan of ``--plan``, whose packs are trained.
         shared: prefixes that are computed once; None if every sample is computed in full.
         no_sharing_reason: message if prefixes could be shared, and are not.
         mixture: samples of an epoch; with stages, the samples of all stages; None without a recipe.
-        stages: inputs of each stage of the recipe; empty without stages.
         plan_source: equal inputs whose cached plans are reused; None to plan.
     """
 
@@ -179,9 +176,9 @@ class Inputs:
             shared = dataclasses.replace(shared, trees=trees)
         return shared, no_sharing_reason
 
-    def reuse_plans(self, planned: Inputs) -> Inputs:
-        """Reuse prefixes, mixtures and cached plans of ``planned``; or prepare new ones if its plans differ."""
-        if not self._has_plans_of(planned):
+    def prepared_with(self, planned: Inputs) -> Inputs:
+        """``prepared``, with the prefixes, mixtures and cached plans of ``planned`` if its plans are the same."""
+        if not self._plans_same_steps_as(planned):
             return self.prepared()
         options = planned.options if planned.stages else self.options  # stages have their own, as in ``with_mixture``
         return dataclasses.replace(
@@ -195,25 +192,20 @@ class Inputs:
             plan_source=planned,
         )
 
-    def _has_plans_of(self, planned: Inputs) -> bool:
-        """Return whether ``planned`` plans the same steps, for any number of ranks."""
+    def _plans_same_steps_as(self, planned: Inputs) -> bool:
+        """Return whether the plans of ``planned`` are those of these inputs, for any number of ranks."""
         if self.reader is None or planned.reader is None or self.reader.fingerprint != planned.reader.fingerprint:
             return False
         if self.recipe != planned.recipe or not np.array_equal(self.targets, planned.targets):
             return False
-        comparable_options = dataclasses.replace(
-            self.options,
-            max_length=planned.options.max_length,
-            packing_length=planned.options.packing_length,
-            world_size=planned.options.world_size,
-        )
-        if comparable_options != planned.options:
+        if _options_except_sizes(self.options) != _options_except_sizes(planned.options):
             return False
         if planned.stages:
             return True  # each has its own lengths
         # ``packtool plan`` leaves out samples that are longer than a pack; in training they are an error.
-        is_left_out = (self.lengths > planned.options.max_length) & (self.lengths <= self.options.max_length)
-        return not is_left_out.any()
+        is_trained = self.lengths <= self.options.max_length
+        is_planned = self.lengths <= planned.options.max_length
+        return not (is_trained & ~is_planned).any()
 
     def with_mixture(self, recipe: Recipe, max_length: int) -> Inputs:
         """Add the mixture of a recipe, or the inputs of each of its stages; these have samples up to ``max_length``."""
@@ -221,19 +213,22 @@ class Inputs:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := stage_problems(recipe, self.config):
             raise ConfigError.from_problems(problems)
-        stages = []
-        mixtures = []
-        for stage in recipe.stages:
-            packing_length = stage.packing_length or self.options.packing_length
-            max_stage_length = min(max_length, packing_length)
-            options = dataclasses.replace(self.options, packing_length=packing_length, max_length=max_stage_length)
-            mixture = self._mixture_of(stage, max_stage_length)
-            num_ranks = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
-            mixtures.append(mixture)
-            stages.append(dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=num_ranks))
+        stages = tuple(self._inputs_of_stage(stage, max_length) for stage in recipe.stages)
+        mixture = _joined_mixture([stage.mixture for stage in stages if stage.mixture is not None])
         longest_stage = max(stages, key=lambda stage: stage.options.packing_length)
+        return dataclasses.replace(self, recipe=recipe, options=longest_stage.options, mixture=mixture, stages=stages)
+
+    def _inputs_of_stage(self, stage: Recipe, max_length: int) -> Inputs:
+        """The inputs of one stage of a recipe, whose settings override those of the run."""
+        packing_length = stage.packing_length or self.options.packing_length
+        options = dataclasses.replace(
+            self.options, packing_length=packing_length, max_length=min(max_length, packing_length)
+        )
         return dataclasses.replace(
-            self, recipe=recipe, options=longest_stage.options, mixture=_joined_mixture(mixtures), stages=tuple(stages)
+            self,
+            options=options,
+            mixture=self._mixture_of(stage, options.max_length),
+            sequence_parallel_size=stage.sequence_parallel_size or self.config.sequence_parallel_ranks,
         )
 
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
@@ -409,7 +404,7 @@ class Inputs:
 
     def state(self, batch_shape: BatchShape) -> RunState:
         """The state of a new run with these inputs, to compare with those of checkpoints."""
-        config, _, reader = self.for_training
+        config, reader = self.for_training.config, self.for_training.reader
         plan_fingerprint, steps_fingerprint = self.fingerprints(batch_shape)
         return RunState.of(
             config,
@@ -437,32 +432,32 @@ class Inputs:
         for number, stage in enumerate(self.stages):
             assert stage.mixture is not None, "made with one"
             length, size = stage.options.packing_length, stage.sequence_parallel_size
-            digest.update(f"{stage.mixture.fingerprint} {length} {size} {self.stage_end(number)}\n".encode())
+            end = self._stage_epochs(number) if self.config.max_steps is None else self.stage_stop_step(number)
+            digest.update(f"{stage.mixture.fingerprint} {length} {size} {end}\n".encode())
         return digest.hexdigest(), steps
 
-    def stage_end(self, number: int) -> float:
-        """Steps of the run that are done when a stage ends; without ``--max-steps``, the stage's number of epochs."""
+    def stage_stop_step(self, number: int) -> int:
+        """Steps of the run that are done when a stage ends, with ``--max-steps``."""
         assert self.recipe is not None, "stages are a recipe's"
-        stages, config = self.recipe.stages, self.config
-        stage = stages[number]
-        if config.max_steps is not None:
-            if stage.until is not None or stage.until_share is None:
-                return stage.until or config.max_steps
-            return max(round(stage.until_share * config.max_steps), 1)
-        if all(each.until_share is None for each in stages):
-            return config.num_train_epochs  # every stage trains all epochs
-        previous_share = stages[number - 1].until_share if number else 0.0
-        return ((stage.until_share or 1.0) - (previous_share or 0.0)) * config.num_train_epochs
+        assert self.config.max_steps is not None, "stages that end at steps"
+        return self.recipe.stages[number].stop_step(self.config.max_steps)
+
+    def _stage_epochs(self, number: int) -> float:
+        """Epochs that a stage trains, without ``--max-steps``."""
+        assert self.recipe is not None, "stages are a recipe's"
+        shares = [stage.until_share for stage in self.recipe.stages]
+        if all(share is None for share in shares):
+            return self.config.num_train_epochs  # every stage trains all epochs
+        ends = [0.0, *(1.0 if share is None else share for share in shares)]
+        return (ends[number + 1] - ends[number]) * self.config.num_train_epochs
 
     def first_epoch_fraction(self, number: int, step: int, batch_shape: BatchShape) -> tuple[float, int]:
-        """The fraction of an epoch, in (0, 1], that a stage starting at ``step`` trains first; its epochs, rounded up.
-
-        For example (0.3, 3), for 2.3 epochs.
-        """
-        epochs = self.stage_end(number)
-        if self.config.max_steps is not None:
+        """The fraction of an epoch that a stage from ``step`` on trains first, and its epochs; (0.3, 3) for 2.3."""
+        if self.config.max_steps is None:
+            epochs = self._stage_epochs(number)
+        else:
             full_epoch = self.stages[number].plan_of(0, self.stage_batch_shape(number, batch_shape))
-            epochs = (epochs - step) / full_epoch.steps.num_steps
+            epochs = (self.stage_stop_step(number) - step) / full_epoch.steps.num_steps
         num_epochs = max(math.ceil(epochs - 1e-9), 1)
         return epochs - (num_epochs - 1), num_epochs
 
@@ -490,37 +485,39 @@ class Inputs:
         return EpochToResume(count_samples, self.options.max_length, stage=None)
 
     def _stage_epoch_to_resume(self, ledger: Ledger, batch_shape: BatchShape) -> EpochToResume:
-        """The epoch in which a run with stages resumes, as ``epoch_to_resume``."""
+        """Find the epoch in which a run with stages resumes with changed data."""
         number = self._stage_at(ledger)
         stage = self.stages[number]
-        saved_number, saved_first_epoch = ledger.stage or (None, ledger.epoch)
-        begins_stage = saved_number != number
-        first_epoch = ledger.epoch if begins_stage else saved_first_epoch
+        begins_stage = True
+        first_epoch = ledger.epoch
+        if ledger.stage is not None and ledger.stage[0] == number:
+            begins_stage = False
+            first_epoch = ledger.stage[1]
 
         def count_samples(before_epoch: Int64Array, in_epoch: Int64Array) -> Int64Array:
             mixture = stage.mixture
             assert mixture is not None, "every stage has a mixture"
-            if ledger.epoch == first_epoch:  # the first epoch of a stage is a partial one
+            if ledger.epoch == first_epoch:  # a stage may train only a part of its first epoch
                 mixture = mixture.partial_epoch(self._first_fraction(number, batch_shape), before_epoch)
-            if begins_stage:  # what was trained in this epoch was trained by another stage
-                in_epoch = np.zeros_like(in_epoch)
-            return mixture.epoch_counts(ledger.epoch, in_epoch)
+            # Before a stage begins, the counts in this epoch are those of another stage.
+            trained_by_stage = np.zeros_like(in_epoch) if begins_stage else in_epoch
+            return mixture.epoch_counts(ledger.epoch, trained_by_stage)
 
         return EpochToResume(count_samples, stage.options.max_length, stage=(number, first_epoch))
 
     def _first_fraction(self, number: int, batch_shape: BatchShape) -> float:
         """The fraction of an epoch that a stage trains first, if it starts where the stage before it ends."""
-        first_step = 0.0
+        first_step = 0
         if number > 0 and self.config.max_steps is not None:
-            first_step = self.stage_end(number - 1)
-        fraction, _ = self.first_epoch_fraction(number, int(first_step), batch_shape)
+            first_step = self.stage_stop_step(number - 1)
+        fraction, _ = self.first_epoch_fraction(number, first_step, batch_shape)
         return fraction
 
     def _stage_at(self, ledger: Ledger) -> int:
         """The 0-based number of the stage in which a run resumes with changed data."""
         if self.config.max_steps is not None:
             last = len(self.stages) - 1
-            return next((number for number in range(last) if ledger.step < self.stage_end(number)), last)
+            return next((number for number in range(last) if ledger.step < self.stage_stop_step(number)), last)
         number = None if ledger.stage is None else ledger.stage[0]
         if number is None or number >= len(self.stages):
             before = "none" if number is None else f"at least {number + 1}"
@@ -531,6 +528,11 @@ class Inputs:
                 "Give the ends of stages in steps, with --max-steps; or keep the stages that the run had.",
             )
         return number
+
+
+def _options_except_sizes(options: PlanOptions) -> PlanOptions:
+    """The options without lengths and ranks, for comparisons."""
+    return dataclasses.replace(options, max_length=0, packing_length=0, world_size=0)
 
 
 def _describe_schedule(options: PlanOptions) -> str:
@@ -560,7 +562,7 @@ def _joined_mixture(mixtures: Sequence[Mixture]) -> Mixture:
 class EpochToResume(NamedTuple):
     """The epoch in which a run with changed data resumes."""
 
-    # Returns how often the epoch has each sample, (N,), from how often each was trained before the epoch, and in it.
+    # Counts each sample in the epoch, (N,). The arguments count how often each was trained before the epoch, and in it.
     count_samples: Callable[[Int64Array, Int64Array], Int64Array]
     max_length: int  # maximum tokens of a sample
     stage: tuple[int, int] | None  # 0-based number, and first epoch; None without stages

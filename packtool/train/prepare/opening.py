@@ -40,8 +40,8 @@ from packtool.train.prepare.costs import with_costs
 from packtool.train.prepare.evaluation import with_evaluation
 from packtool.train.prepare.inputs import Inputs, TargetChoices
 
-_NUM_TARGETS_ORDER: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
-"""Order of the loss scales by their number of targets."""
+_BASES_BY_TARGETS: tuple[Base, ...] = ("last_round", "default", "all")
+"""The bases of loss scales, from the fewest to the most targets."""
 
 
 def choices_of_targets(
@@ -90,26 +90,31 @@ def _target_tokens(reader: CacheReader, choices: TargetChoices) -> npt.NDArray[n
 def _target_choice(
     directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, setting: str
 ) -> TargetChoice | None:
-    """The choice of the target tokens of one cache for a loss scale; None if it was exported with an equal one.
+    """Choose the target tokens of one cache by a loss scale; None if that equals the scale of its export.
 
     ``setting`` names the option or the place of the loss scale in errors.
     """
-    full_scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
-    if parse_loss_scale(full_scale) == parse_loss_scale(_exported_scale(manifest)):
+    model_scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)  # with the rules that the model needs
+    if parse_loss_scale(model_scale) == parse_loss_scale(_exported_scale(manifest)):
         return None
     processor_writes_text = bool(family_of(files.config).processor_inputs)
-    problem = _target_problem(manifest, full_scale, processor_writes_text=processor_writes_text)
-    if problem is None:
-        base, rules = parse_loss_scale(full_scale)
-        among_exported = bool(rules) or processor_writes_text  # then only tokens that the export trains can be targets
-        return TargetChoice.of_config(base, files.config, among_targets=among_exported)
+    problem = _target_problem(manifest, model_scale, processor_writes_text=processor_writes_text)
+    if problem is not None:
+        command = _export_command_with_scale(directory, manifest, loss_scale)
+        raise MismatchError(
+            f"{directory} {problem}", f"Leave {setting} out, or export into another directory:\n  {command}"
+        )
+    base, rules = parse_loss_scale(model_scale)
+    only_exported_targets = bool(rules) or processor_writes_text
+    return TargetChoice.of_config(base, files.config, among_targets=only_exported_targets)
+
+
+def _export_command_with_scale(directory: str, manifest: Manifest, loss_scale: str) -> str:
+    """The command that exports a cache again with another loss scale, which may exclude its ``--expand-turns``."""
     changes: dict[str, str | None] = {"loss_scale": loss_scale}
     if expand_problems(manifest.identity.spec.get("expand_turns"), loss_scale):
-        changes["expand_turns"] = None  # leaves the option out of the command
-    raise MismatchError(
-        f"{directory} {problem}",
-        f"Leave {setting} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
-    )
+        changes["expand_turns"] = None  # leaves the option out
+    return export_command(directory, manifest, **changes)
 
 
 def _exported_scale(manifest: Manifest) -> str:
@@ -118,10 +123,7 @@ def _exported_scale(manifest: Manifest) -> str:
 
 
 def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
-    """The reason why the targets of a loss scale cannot be chosen without the rows of a cache; None if they can.
-
-    ``processor_writes_text`` is True if the model's own processor writes the texts of its samples.
-    """
+    """Why the targets of a loss scale cannot be found without exporting the rows of a cache again; None if they can."""
     exported_scale = _exported_scale(manifest)
     requested, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
     if _trains_shared_tokens(manifest, requested.base):
@@ -129,12 +131,12 @@ def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bo
             f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
             "cannot be told without the rows"
         )
-    if _weights_other_parts(requested, exported):
+    if _may_weight_other_parts(requested, exported):
         return (
             f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
             "cannot be told without the rows"
         )
-    trains_more = _NUM_TARGETS_ORDER[requested.base] > _NUM_TARGETS_ORDER[exported.base]
+    trains_more = _BASES_BY_TARGETS.index(requested.base) > _BASES_BY_TARGETS.index(exported.base)
     if processor_writes_text and trains_more:
         return (
             f"was exported with --loss-scale {exported_scale}: among the tokens that {scale} trains in addition, "
@@ -143,8 +145,8 @@ def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bo
     return None
 
 
-def _weights_other_parts(requested: LossScale, exported: LossScale) -> bool:
-    """Return whether a loss scale weights other parts of texts than that of the export; caches do not record these."""
+def _may_weight_other_parts(requested: LossScale, exported: LossScale) -> bool:
+    """Return whether a loss scale may weight other parts of texts than that of the export did."""
     if not requested.rules and not exported.rules:
         return False
     if requested.rules != exported.rules or TRAIN_NEWLINE in exported.rules:
@@ -162,13 +164,10 @@ def _trains_shared_tokens(manifest: Manifest, base: Base) -> bool:
 
 
 def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> Inputs:
-    """Open the caches of a training run, check that they fit its model and options, and prepare their plans.
-
-    Equal plans of ``preview_inputs``, which ``packtool plan`` has prepared, are reused.
-    """
+    """Open the caches of a training run, check that they fit its model and options, and prepare their plans."""
     files = ModelFiles.load(config.model)
     directories, recipe = named_sources(config)
-    if config.mix is not None:
+    if config.mix is not None:  # the recipe names the caches
         config = dataclasses.replace(config, cached_dataset=directories)
     reader = open_caches(directories, config, files)
     config, evaluation_notes = with_evaluation(config, reader)
@@ -192,7 +191,9 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
         saved_plan=saved_plan,
         notes=(*_web_media_warning(config, reader), *evaluation_notes),
     )
-    return inputs.prepared() if preview_inputs is None else inputs.reuse_plans(preview_inputs)
+    if preview_inputs is not None:
+        return inputs.prepared_with(preview_inputs)
+    return inputs.prepared()
 
 
 def _training_options(config: TrainConfig, reader: CacheReader, saved_plan: SavedPlan | None) -> PlanOptions:
@@ -219,32 +220,34 @@ def _may_have_web_media(manifest: Manifest) -> bool:
 
 
 def open_to_plan(config: PlanConfig, sweep_length: int | None = None) -> Inputs:
-    """Open the caches, or the file of lengths, of ``packtool plan``; the caller calls ``prepared``.
-
-    With ``--sweep``, ``sweep_length`` replaces the packing length of ``config``.
-    """
+    """Open the caches, or the file of lengths, of ``packtool plan``; ``sweep_length`` is one of ``--sweep``."""
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
-    packing_length = sweep_length or config.packing_length
     if reader is not None:
         lengths: npt.NDArray[np.integer[Any]] = reader.index.length
         targets = planned_targets(reader, recipe, config.model)
         default_length = max(manifest.max_length for manifest in reader.manifests)
     else:
         lengths = targets = read_lengths(str(config.lengths))  # every token is a target
-        default_length = packing_length or int(lengths.max(initial=1))
+        default_length = sweep_length or config.packing_length or int(lengths.max(initial=1))
     files = _planned_model_files(config, reader)
+    options = _preview_options(config, default_length, sweep_length)
+    if recipe is not None and recipe.stages and config.sweep is not None:
+        raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Plan without --sweep.")
+    return _make_inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
+
+
+def _preview_options(config: PlanConfig, default_length: int, sweep_length: int | None) -> PlanOptions:
+    """The options of the planner for ``packtool plan``; ``default_length`` is for a missing ``--max-length``."""
     max_length = config.max_length or default_length
+    packing_length = sweep_length or config.packing_length
     # Samples longer than a pack are left out. With --max-length, they are an error as in training, except in a sweep.
     leaves_out_longer = config.max_length is None or sweep_length is not None
     if packing_length is not None and leaves_out_longer:
         max_length = min(max_length, packing_length)
     num_data_ranks = config.world_size // config.sequence_parallel_ranks
     options = plan_options(config, max_length=max_length, world_size=num_data_ranks)
-    options = dataclasses.replace(options, packing_length=packing_length or max_length)
-    if recipe is not None and recipe.stages and config.sweep is not None:
-        raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Plan without --sweep.")
-    return _make_inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
+    return dataclasses.replace(options, packing_length=packing_length or max_length)
 
 
 def _planned_model_files(config: PlanConfig, reader: CacheReader | None) -> ModelFiles | None:
@@ -265,10 +268,7 @@ def _make_inputs(
     files: ModelFiles | None,
     **fields: Any,
 ) -> Inputs:
-    """Make ``Inputs`` with the costs of the model, or of an 8B model if ``files`` is None.
-
-    ``fields`` are the other fields, such as ``lengths``.
-    """
+    """Make ``Inputs`` with the costs of the model, or of an 8B model if ``files`` is None."""
     model = MODEL_PRESETS["8b"] if files is None else files.config
     return Inputs(
         config=config,

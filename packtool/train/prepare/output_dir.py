@@ -131,7 +131,6 @@ class ResumePoint:
     """The point at which a run starts: the beginning, or a checkpoint.
 
     Args:
-        checkpoint: directory of the checkpoint; None to train from the beginning.
         saved_state: to resume from; ``packtool.Batches`` has one without a checkpoint, which its user keeps.
         weights: checkpoint from which only the weights are loaded; None for those of the model.
     """
@@ -206,7 +205,9 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
     _check_can_create(config.output_dir)
     if config.dry_run:
         refuse_other_run(config)
-    if config.dry_run or not world.is_first:
+        yield config, None
+        return
+    if not world.is_first:
         yield config, None
         return
     new_directories = _missing_directories(config.output_dir)
@@ -222,7 +223,7 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
             yield config, lock
     finally:
         for directory in new_directories:
-            with contextlib.suppress(OSError):  # the directory is not empty
+            with contextlib.suppress(OSError):  # it stays if it has files
                 os.rmdir(directory)
 
 

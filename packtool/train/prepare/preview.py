@@ -94,13 +94,7 @@ class Preview:
         summary = self.plan.summary
         assert summary.balance is not None, "a preview plans with costs"
         figures: dict[str, Any] = {
-            "num_samples": summary.num_samples,
-            "num_samples_in_caches": summary.num_cached,
-            "num_distinct_samples": summary.num_distinct,
-            "not_drawn": summary.num_not_drawn,
-            "filtered": summary.num_filtered,
-            "tokens": summary.num_tokens,
-            "target_tokens": summary.num_target_tokens,
+            **self._sample_figures(),
             **self._pack_figures(),
             "plan_seconds": round(self.seconds, 4),
             **self._step_figures(),
@@ -120,6 +114,19 @@ class Preview:
         if tflops is not None:
             figures["hours"] = self._slowest_flops() / (tflops * 1e12 * mfu) / 3600
         return figures
+
+    def _sample_figures(self) -> dict[str, Any]:
+        """Samples and tokens of the first epoch, and samples of the caches that it leaves out."""
+        summary = self.plan.summary
+        return {
+            "num_samples": summary.num_samples,
+            "num_samples_in_caches": summary.num_cached,
+            "num_distinct_samples": summary.num_distinct,
+            "not_drawn": summary.num_not_drawn,
+            "filtered": summary.num_filtered,
+            "tokens": summary.num_tokens,
+            "target_tokens": summary.num_target_tokens,
+        }
 
     def _pack_figures(self) -> dict[str, Any]:
         """Figures of the packs of the first epoch."""
@@ -170,10 +177,24 @@ class Preview:
         return self.inputs.summary_without_sharing(self.timeline.stages[0].sections[0].batch_shape)
 
     def _padded_figures(self) -> dict[str, Any]:
-        """Figures of the same samples in padded batches of single samples, which need about as much memory as packs."""
-        inputs, num_samples = self.first_inputs, self.plan.summary.num_samples
-        unshared = self.summary_without_sharing
-        batch_size = max(round(unshared.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
+        """Figures of plain training on the same samples: padded batches of about the memory of the packs."""
+        num_samples, unshared = self.plan.summary.num_samples, self.summary_without_sharing
+        samples_per_pack = max(round(unshared.samples_per_pack), 1)
+        batch_size = samples_per_pack * self.options.per_device_train_batch_size
+        plan = self._padded_plan(batch_size)
+        samples_per_step = batch_size * self.options.gradient_accumulation_steps * self.options.world_size
+        fill = padded_fill(plan.packs, plan.steps)  # fraction of tokens that are no padding
+        num_computed_tokens = round(unshared.num_tokens / fill)
+        return {
+            "padding_of_plain_batches": 1 - fill,
+            "rows_of_plain_batches": batch_size,
+            "steps_of_plain_batches": math.ceil(num_samples / samples_per_step),
+            "tokens_of_plain_batches": num_computed_tokens,
+        }
+
+    def _padded_plan(self, batch_size: int) -> EpochPlan:
+        """Plan the first epoch in padded batches; of many samples, only every n-th one."""
+        inputs = self.first_inputs
         options = PlanOptions(
             packing=False,
             shuffle=self.options.shuffle,
@@ -186,17 +207,9 @@ class Preview:
         )
         seed = inputs.config.seed
         if inputs.mixture is not None:
-            padded = plan_mixture(inputs.mixture, options, seed=seed)
-        else:
-            stride = math.ceil(num_samples / _MAX_PADDED_SAMPLES)
-            padded = plan_epoch(inputs.lengths[::stride], inputs.targets[::stride], options, seed=seed)
-        fill = padded_fill(padded.packs, padded.steps)  # fraction of tokens that are no padding
-        return {
-            "padding_of_plain_batches": 1 - fill,
-            "rows_of_plain_batches": batch_size,
-            "steps_of_plain_batches": math.ceil(num_samples / options.packs_per_step),
-            "tokens_of_plain_batches": round(unshared.num_tokens / fill),
-        }
+            return plan_mixture(inputs.mixture, options, seed=seed)
+        stride = math.ceil(self.plan.summary.num_samples / _MAX_PADDED_SAMPLES)
+        return plan_epoch(inputs.lengths[::stride], inputs.targets[::stride], options, seed=seed)
 
     @cached_property
     def counts_of_steps(self) -> Int64Array | None:
@@ -239,14 +252,17 @@ class Preview:
         shared = self.inputs.shared
         if shared is None:
             return None
-        samples_per_tree = np.diff(shared.trees.offsets)
-        samples_per_tree = samples_per_tree[samples_per_tree > 1]  # a tree of one sample shares nothing
-        step_of_pack = self.plan.steps.locations()[:, 0]
+        tree_sizes = np.diff(shared.trees.offsets)
+        tree_sizes = tree_sizes[tree_sizes > 1]  # a tree of one sample shares nothing
+        divided_tree_figures = {}
+        if self.divided_trees is not None:
+            steps = self.plan.steps.locations()[:, 0]  # of each pack
+            divided_tree_figures = self.divided_trees.figures(steps)
         return {
-            "num_trees": len(samples_per_tree),
-            "samples_per_tree": float(samples_per_tree.mean()),
-            "largest_tree": int(samples_per_tree.max()),
-            **({} if self.divided_trees is None else self.divided_trees.figures(step_of_pack)),
+            "num_trees": len(tree_sizes),
+            "samples_per_tree": float(tree_sizes.mean()),
+            "largest_tree": int(tree_sizes.max()),
+            **divided_tree_figures,
             "tokens_without": shared.num_tokens_without_sharing,
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
@@ -259,16 +275,14 @@ class Preview:
         """Write a plan file: packs for ``packtool train --plan``, and steps of the first epoch for other readers."""
         reader = self.inputs.reader
         assert reader is not None, "--save needs caches"
-        packs = dataclasses.replace(self.plan.full_packs, mixture="")  # as a file has the packs of one epoch only
-        # With Skrull, ``plan.packs`` are single samples, in the order of ``full_packs``.
-        samples_per_pack = np.diff(self.plan.packs.offsets)
-        location_of_sample = np.repeat(self.plan.steps.locations(), samples_per_pack, axis=0)
+        # The file has the packs of one epoch, so their fingerprint is without the mixture that draws the epochs.
+        packs = dataclasses.replace(self.plan.full_packs, mixture="")
         plan = SavedPlan(
             samples=packs.samples,
             offsets=packs.offsets,
             lengths=packs.lengths,
             shared_tokens=packs.shared_tokens,
-            locations=location_of_sample,
+            locations=self._sample_locations(),
             capacity=packs.capacity,
             max_length=self.options.max_length,
             seed=self.inputs.config.seed,
@@ -278,6 +292,12 @@ class Preview:
             parts="" if self.divided_trees is None else self.divided_trees.placement,
         )
         write_plan(path, plan)
+
+    def _sample_locations(self) -> Int64Array:
+        """Step, rank and micro-batch of each sample, int64 (M, 3), in the order of ``plan.full_packs``."""
+        # With Skrull, ``plan.packs`` are single samples, in the same order.
+        samples_per_pack = np.diff(self.plan.packs.offsets)
+        return np.repeat(self.plan.steps.locations(), samples_per_pack, axis=0)
 
 
 def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
@@ -296,15 +316,14 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     run = _resumed_run(config)
     checkpoint = run.resume_point.checkpoint
     assert checkpoint is not None, "the run resumes from one"
-    timeline = run.caches.timeline
-    span = timeline.span_at(run.start)
-    plan_step = run.start - span.first_step
-    samples_left = span.plan.samples_of(plan_step, stop=span.num_steps)
+    timeline, num_steps_done = run.caches.timeline, run.start
+    epoch_span = timeline.span_at(num_steps_done)
+    samples_left = epoch_span.plan.samples_of(num_steps_done - epoch_span.first_step, epoch_span.num_steps)
     return {
         "checkpoint": checkpoint,
-        "step": run.start,  # steps done
-        "epoch": span.epoch,
-        "steps_left_in_epoch": span.stop_step - run.start,
+        "step": num_steps_done,
+        "epoch": epoch_span.epoch,
+        "steps_left_in_epoch": epoch_span.stop_step - num_steps_done,
         "steps_per_epoch": timeline.steps_per_epoch,
         "steps": timeline.num_steps,
         "steps_before": steps_planned(checkpoint),
@@ -334,11 +353,11 @@ def _resumed_run(config: PlanConfig) -> Run:
         raise ConfigError.from_problems(problems)
     num_sharing = train_config.sequence_parallel_ranks  # processes that share a sequence
     num_processes = config.world_size
-    if num_processes == 1:  # the default, which stands for as many processes as the run had
+    if num_processes == 1:  # the default means as many processes as the run had
         num_processes = segment.assignments[-1].world_size * num_sharing
     return Run.of(train_config, World(size=num_processes).shared_by(num_sharing))
 
 
 def _segment_before(segments: Sequence[Segment], step: int) -> Segment:
-    """The segment with the last step before ``step``; the first segment if there is none."""
+    """The segment of a run's history in which the step before ``step`` was trained; the first one for step 0."""
     return next(each for each in reversed(segments) if each.first < step or each is segments[0])

@@ -39,14 +39,10 @@ class TrainResult:
         not_drawn: samples of the caches that a mixture draws in other epochs.
         num_packs: of an epoch; padded rows without packing.
         fill: true tokens over computed tokens, 0 to 1.
-        steps, steps_without_packing: optimizer steps of the whole run.
         num_empty_micro_batches: zero-loss micro-batches of the whole run.
         target_tokens: of the steps of this run, after resuming.
         seconds: between the first step and the last checkpoint.
-        target_tokens_per_second: over all ranks.
         first_loss, last_loss: mean over the target tokens of the first and the last log line that has any.
-        checkpoint: directory of the trained model or adapter.
-        num_trainable_parameters, num_parameters: of the model with its adapters.
         streaming: True if rows were streamed; figures of samples then count those that were trained.
         num_shared_tokens: tokens that a streaming run saved by shared prefixes.
         num_skipped: samples that ``--on-bad-media skip`` left out of the steps of this run.
@@ -171,13 +167,12 @@ def _sample_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
     summary = timeline.first_plan.summary
     line = f"samples in the caches: {summary.num_cached:,}"
     if summary.num_filtered:
+        left_out = f"longer than {summary.options.max_length:,} tokens"
         if config.plan is not None:
-            reason = f"that are not in --plan {config.plan}"
-        elif timeline.inputs.mixture is not None:
-            reason = f"longer than {summary.options.max_length:,} tokens, or excluded by the limits of their source,"
-        else:
-            reason = f"longer than {summary.options.max_length:,} tokens"
-        line += f"; {summary.num_filtered:,} {reason} are left out"
+            left_out = f"that are not in --plan {config.plan}"
+        elif timeline.inputs.mixture is not None:  # sources of a mixture may have limits
+            left_out += ", or excluded by the limits of their source,"
+        line += f"; {summary.num_filtered:,} {left_out} are left out"
     if summary.num_not_drawn:
         line += f"; {summary.num_not_drawn:,} are not drawn in this epoch"
     yield line

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, NamedTuple
@@ -50,6 +50,15 @@ class NewCacheCounts(NamedTuple):
     in_epoch: RowCounts
     num_unmatched: int  # samples that no removed cache has
 
+    @classmethod
+    def of(cls, matched: Match, before_epoch: Int64Array, in_epoch: Int64Array) -> NewCacheCounts:
+        """The counts of a new cache by its matches, and the counts of the K old samples, (K,)."""
+        return cls(
+            RowCounts.of(matched.transfer(before_epoch)),
+            RowCounts.of(matched.transfer(in_epoch)),
+            num_unmatched=int((matched.is_new & (matched.same < 0)).sum()),
+        )
+
 
 class MatchedCounts(NamedTuple):
     """The result of matching the samples of new and removed caches."""
@@ -58,50 +67,35 @@ class MatchedCounts(NamedTuple):
     is_gone: list[npt.NDArray[np.bool_]]  # of each removed cache, (its samples,): those that no new cache has
 
 
-class ContentMatches(NamedTuple):
-    """K pairs of equal samples: positions (K,) in a new cache, and in the joined samples of the removed caches."""
-
-    new: Int64Array
-    removed: Int64Array
-
-
-_NO_MATCHES = ContentMatches(np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-
 def _match_counts(
+    ledger: Ledger,
     removed_now: Sequence[SourceLedger],
-    removed_earlier: Sequence[SourceLedger],
     reader: CacheReader,
     new_caches: Sequence[int],
     history_dir: str,
 ) -> MatchedCounts:
-    """Match the samples of new caches to those of removed caches, by file and row, else by content.
+    """Transfer training counts of removed caches to the same samples of new caches.
 
-    ``removed_now`` are caches removed since the checkpoint. The samples of all removed caches are joined to one
-    sequence of M samples, in the order of the arguments. ``new_caches`` are numbers of caches in ``reader``.
+    ``removed_now`` are caches removed since the checkpoint; ``new_caches`` are numbers of caches in ``reader``.
     """
+    removed_earlier = _retired_with_counts(ledger)
     removed = [*removed_now, *removed_earlier]
     if not new_caches or not removed:
         return _unmatched_counts(removed, reader, new_caches)
-    before_epoch = concatenate_counts([source.before for source in removed])  # training counts (M,)
-    in_epoch = concatenate_counts([source.epoch for source in removed])  # (M,)
-    training_counts = before_epoch + in_epoch
-    matchable = _matchable_samples(training_counts, removed_now)
-    old_origins = [_old_origins(source, history_dir) for source in removed]
-    new_origins = {cache: read_origins(reader, cache) for cache in new_caches}
-    row_matches = _match_rows(old_origins, new_origins, matchable)
-    rowless = _without_new_row(matchable, row_matches.values())
-    content_matches = _match_contents(removed, rowless, training_counts[rowless], reader, row_matches)
-    if content_matches is None:
-        # Without the contents, samples of unchanged files can still be matched, and were matched by row.
-        _check_rows_unchanged(removed, old_origins, new_origins)
-        content_matches = dict.fromkeys(new_caches, _NO_MATCHES)
-    new_counts = {}
-    for cache, row_match in row_matches.items():
-        pairs = content_matches[cache]
-        new_counts[cache] = _transfer_counts(before_epoch, in_epoch, matchable, row_match, pairs)
-    is_gone = _mark_gone(removed, rowless, content_matches.values())
-    return MatchedCounts(new_counts, is_gone)
+    candidates = _find_candidates(removed_now, removed_earlier)
+    matches = _match_samples(removed, candidates, reader, new_caches, history_dir)
+    before_epoch = concatenate_counts([source.before for source in removed])[candidates]
+    in_epoch = concatenate_counts([source.epoch for source in removed])[candidates]
+    new_counts = {cache: NewCacheCounts.of(matched, before_epoch, in_epoch) for cache, matched in matches.items()}
+    ends = np.cumsum([source.num for source in removed])
+    is_gone = np.zeros(ends[-1], np.bool_)
+    is_gone[candidates] = _has_no_match(matches)
+    return MatchedCounts(new_counts, np.split(is_gone, ends[:-1]))
+
+
+def _retired_with_counts(ledger: Ledger) -> list[SourceLedger]:
+    """Caches removed before the checkpoint, of which no other cache has taken over all trained samples."""
+    return [source for source in ledger.retired if source.trained.num_rows]
 
 
 def _unmatched_counts(removed: Sequence[SourceLedger], reader: CacheReader, new_caches: Sequence[int]) -> MatchedCounts:
@@ -112,85 +106,60 @@ def _unmatched_counts(removed: Sequence[SourceLedger], reader: CacheReader, new_
     return MatchedCounts(unmatched, [np.ones(source.num, np.bool_) for source in removed])
 
 
-def _mark_gone(
-    removed: Sequence[SourceLedger], rowless: Int64Array, content_matches: Iterable[ContentMatches]
-) -> list[npt.NDArray[np.bool_]]:
-    """Mark the samples of each removed cache that no new cache has, neither by row nor by content."""
-    ends = np.cumsum([source.num for source in removed])
-    is_gone = np.zeros(ends[-1], np.bool_)
-    is_gone[rowless] = True
-    for pairs in content_matches:
-        is_gone[pairs.removed] = False
-    return np.split(is_gone, ends[:-1])
+def _find_candidates(removed_now: Sequence[SourceLedger], removed_earlier: Sequence[SourceLedger]) -> Int64Array:
+    """Positions (K,), in the joined samples of removed caches, of those that new caches may match."""
+    is_candidate = [np.ones(source.num, np.bool_) for source in removed_now]
+    # Counts that another cache has taken over are 0.
+    is_candidate += [source.trained.counts() > 0 for source in removed_earlier]
+    return np.flatnonzero(np.concatenate(is_candidate))
 
 
-def _matchable_samples(training_counts: Int64Array, removed_now: Sequence[SourceLedger]) -> Int64Array:
-    """Positions (K,) of the samples of removed caches that new caches may match, by their training counts (M,)."""
-    # Of a cache that was removed earlier, only samples that no other cache took over then have counts above 0. The
-    # others must not be matched a second time.
-    is_matchable = training_counts > 0
-    num_removed_now = sum(source.num for source in removed_now)  # these samples come first
-    is_matchable[:num_removed_now] = True
-    return np.flatnonzero(is_matchable)
-
-
-def _match_rows(
-    old_origins: Sequence[Origins], new_origins: Mapping[int, Origins], matchable: Int64Array
-) -> dict[int, Match]:
-    """Match the ``matchable`` samples of removed caches with each new cache, by file and row."""
-    old_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)  # (2, M)
-    matchable_keys = old_keys[:, matchable]
-    return {cache: match(matchable_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
-
-
-def _without_new_row(matchable: Int64Array, row_matches: Iterable[Match]) -> Int64Array:
-    """The ``matchable`` samples of removed caches whose row is in no new cache."""
-    is_in_no_cache = np.ones(len(matchable), np.bool_)
-    for row_match in row_matches:
-        is_in_no_cache &= row_match.is_gone
-    return matchable[is_in_no_cache]
-
-
-def _transfer_counts(
-    before_epoch: Int64Array, in_epoch: Int64Array, matchable: Int64Array, row_match: Match, pairs: ContentMatches
-) -> NewCacheCounts:
-    """Transfer training counts (M,) of removed caches to a new cache; ``row_match`` matches the ``matchable``."""
-    new_before_epoch = row_match.transfer(before_epoch[matchable])
-    new_before_epoch[pairs.new] = before_epoch[pairs.removed]
-    new_in_epoch = row_match.transfer(in_epoch[matchable])
-    new_in_epoch[pairs.new] = in_epoch[pairs.removed]
-    num_unmatched = int(row_match.is_new.sum()) - len(pairs.new)
-    return NewCacheCounts(RowCounts.of(new_before_epoch), RowCounts.of(new_in_epoch), num_unmatched)
-
-
-def _match_contents(
+def _match_samples(
     removed: Sequence[SourceLedger],
-    rowless: Int64Array,
-    training_counts: Int64Array,
+    candidates: Int64Array,
     reader: CacheReader,
-    row_matches: Mapping[int, Match],
-) -> dict[int, ContentMatches] | None:
-    """Match samples by content that were not matched by row; results are by number of the new cache.
+    new_caches: Sequence[int],
+    history_dir: str,
+) -> dict[int, Match]:
+    """Match the K ``candidates`` of removed caches with each new cache: by file and row, and the others by content."""
+    old_origins = [_old_origins(source, history_dir) for source in removed]
+    new_origins = {cache: read_origins(reader, cache) for cache in new_caches}
+    removed_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)
+    old_row_keys = removed_keys[:, candidates]
+    row_matches = {cache: match(old_row_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+    unmatched = np.flatnonzero(_has_no_match(row_matches))
+    if not len(unmatched) or not any(matched.is_new.any() for matched in row_matches.values()):
+        return row_matches
+    old_keys = _content_keys_of_removed(removed, candidates[unmatched])
+    if old_keys is None:  # this matters only if files of rows have changed
+        _check_rows_unchanged(removed, old_origins, new_origins)
+        return row_matches
+    return {cache: _add_content_matches(row_matches[cache], unmatched, old_keys, reader, cache) for cache in new_caches}
 
-    ``rowless`` (K,) are the unmatched samples of the ``removed`` caches, with their ``training_counts`` (K,). Returns
-    None if one of their caches cannot be read.
-    """
-    unmatched_new = {cache: np.flatnonzero(row_match.is_new) for cache, row_match in row_matches.items()}
-    if not len(rowless) or not any(len(positions) for positions in unmatched_new.values()):
-        return dict.fromkeys(row_matches, _NO_MATCHES)
-    old_hashes = _hash_removed_samples(removed, rowless)
-    if old_hashes is None:
+
+def _add_content_matches(row_match: Match, old: Int64Array, old_keys: Keys, reader: CacheReader, cache: int) -> Match:
+    """Match the samples of a new cache whose row no removed cache has with ``old`` samples (U,), by content keys."""
+    new = np.flatnonzero(row_match.is_new)
+    new_hashes = hash_contents(reader, new + reader.offsets[cache])
+    new_keys = content_keys(new_hashes, np.zeros(len(new), np.int64))
+    indices = match(old_keys, new_keys).same  # of ``old``, -1 for none
+    is_matched = indices >= 0
+    return row_match.plus(old[indices[is_matched]], new[is_matched])
+
+
+def _has_no_match(matches: Mapping[int, Match]) -> npt.NDArray[np.bool_]:
+    """Mark the K candidates that no new cache has."""
+    return np.all([matched.is_gone for matched in matches.values()], axis=0)
+
+
+def _content_keys_of_removed(removed: Sequence[SourceLedger], positions: Int64Array) -> Keys | None:
+    """Content keys of samples at ``positions`` (M,) of the joined removed caches; None if a cache cannot be read."""
+    hashes = _hash_removed_samples(removed, positions)
+    if hashes is None:
         return None
-    # The keys number samples of equal contents, the most trained ones first, which are matched first.
-    old_keys = content_keys(old_hashes, training_counts)
-    matches = {}
-    for cache, positions in unmatched_new.items():
-        new_hashes = hash_contents(reader, positions + reader.offsets[cache])
-        new_keys = content_keys(new_hashes, np.zeros(len(positions), np.int64))  # numbered in their order
-        old_indices = match(old_keys, new_keys).same  # of the equal sample in ``rowless``, -1 for none
-        is_matched = old_indices >= 0
-        matches[cache] = ContentMatches(new=positions[is_matched], removed=rowless[old_indices[is_matched]])
-    return matches
+    # Of samples with equal contents, the most trained ones are matched first.
+    training_counts = concatenate_counts([source.trained for source in removed])
+    return content_keys(hashes, training_counts[positions])
 
 
 def _hash_removed_samples(removed: Sequence[SourceLedger], positions: Int64Array) -> npt.NDArray[np.uint64] | None:
@@ -326,43 +295,47 @@ def change_lines(change: DataChange, sources: Sequence[SourceChange], steps_left
 def with_changed_data(
     ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history_dir: str
 ) -> tuple[Ledger, tuple[SourceChange, ...]]:
-    """Return the ledger of a run that resumes with other caches, and the change of each cache, removed ones last.
-
-    ``ledger`` is that of the checkpoint, and ``history_dir`` the history of its run, with the rows of its caches.
-    """
+    """Return the ledger of a run that resumes with other caches, and the change of each cache, removed ones last."""
     saved_sources, removed_now = _pair_caches(ledger.sources, reader)
     new_caches = [cache for cache, saved_source in enumerate(saved_sources) if saved_source is None]
-    # A new cache may be another export of the rows of a cache that was removed before the checkpoint.
-    removed_earlier = [source for source in ledger.retired if source.trained.num_rows]
-    matched_counts = _match_counts(removed_now, removed_earlier, reader, new_caches, history_dir)
-    sources = _present_ledgers(reader, saved_sources, matched_counts, ledger.retired)
+    matched = _match_counts(ledger, removed_now, reader, new_caches, history_dir)
+    sources = _current_ledgers(reader, saved_sources, matched, ledger.retired)
     remaining_counts = _remaining_counts(reader, sources, epoch)
-    change = DataChange(
-        ledger.step,
-        ledger.epoch,
-        left=tuple(map(RowCounts.of, remaining_counts)),
+    new_ledger = dataclasses.replace(
+        ledger,
+        sources=tuple(sources),
+        retired=_retired_ledgers(ledger, removed_now, matched.is_gone, reader),
+        change=_data_change(ledger, sources, remaining_counts, epoch.stage),
         stage=epoch.stage,
-        # Only stages need it: the next ones draw the least trained samples first.
-        trained=() if epoch.stage is None else tuple(source.trained for source in sources),
     )
-    retired = _retired_ledgers(ledger, [*removed_now, *removed_earlier], matched_counts.is_gone, reader)
-    new_ledger = dataclasses.replace(ledger, sources=tuple(sources), retired=retired, change=change, stage=epoch.stage)
     num_remaining = _num_remaining(reader, remaining_counts, epoch.max_length)
-    present_changes = _describe_present(sources, saved_sources, matched_counts, ledger.retired, num_remaining)
-    removed_changes = map(_describe_removed, removed_now, matched_counts.is_gone)
-    return new_ledger, (*present_changes, *removed_changes)
+    changes = _current_changes(sources, saved_sources, matched, ledger.retired, num_remaining)
+    for source, is_gone in zip(removed_now, matched.is_gone, strict=False):  # masks of earlier ones follow
+        changes.append(_removal(source, is_gone))
+    return new_ledger, tuple(changes)
 
 
-def _present_ledgers(
+def _data_change(
+    ledger: Ledger,
+    sources: Sequence[SourceLedger],
+    remaining_counts: Sequence[Int64Array],
+    stage: tuple[int, int] | None,
+) -> DataChange:
+    """The change of the data from those of ``ledger`` to ``sources``."""
+    trained: tuple[RowCounts, ...] = ()
+    if stage is not None:  # later stages draw the least trained samples first
+        trained = tuple(source.trained for source in sources)
+    left = tuple(RowCounts.of(counts) for counts in remaining_counts)
+    return DataChange(ledger.step, ledger.epoch, left, stage, trained)
+
+
+def _current_ledgers(
     reader: CacheReader,
     saved_sources: Sequence[SourceLedger | None],
     matched: MatchedCounts,
     retired: Sequence[SourceLedger],
 ) -> list[SourceLedger]:
-    """The ledger of each cache of a resumed run.
-
-    ``saved_sources`` are those in the checkpoint, None for new caches; ``retired`` those of caches removed before.
-    """
+    """The ledger of each cache of a resumed run; ``saved_sources`` are those in the checkpoint, None for new caches."""
     sources = []
     for number, source in enumerate(saved_sources):
         if source is None:
@@ -396,12 +369,12 @@ def _num_remaining(reader: CacheReader, remaining: Sequence[Int64Array], max_len
 
 
 def _retired_ledgers(
-    ledger: Ledger, removed: Sequence[SourceLedger], is_gone: Sequence[npt.NDArray[np.bool_]], reader: CacheReader
+    ledger: Ledger, removed_now: Sequence[SourceLedger], is_gone: Sequence[npt.NDArray[np.bool_]], reader: CacheReader
 ) -> tuple[SourceLedger, ...]:
     """The ledgers of all caches that the run had and has no longer; ``is_gone`` as in ``MatchedCounts``."""
     retired = []
     # Matched samples count for the new caches only; totals stay, because the old caches have trained them.
-    for source, mask in zip(removed, is_gone, strict=True):
+    for source, mask in zip([*removed_now, *_retired_with_counts(ledger)], is_gone, strict=True):
         before = RowCounts.of(np.where(mask, source.before.counts(), 0))
         in_epoch = RowCounts.of(np.where(mask, source.epoch.counts(), 0))
         retired.append(dataclasses.replace(source, before=before, epoch=in_epoch))
@@ -410,7 +383,7 @@ def _retired_ledgers(
     return tuple(source for source in retired if source.fingerprint not in present)
 
 
-def _describe_present(
+def _current_changes(
     sources: Sequence[SourceLedger],
     saved_sources: Sequence[SourceLedger | None],
     matched: MatchedCounts,
@@ -420,29 +393,21 @@ def _describe_present(
     """The change of each cache of a resumed run; ``num_remaining`` are the samples left to train in the epoch."""
     changes = []
     for number, source in enumerate(sources):
-        num_new = 0
-        status: SourceStatus = "as before"
+        change = SourceChange(
+            source.directory, "as before", source.num, trained=source.epoch.num_rows, left=num_remaining[number]
+        )
         if saved_sources[number] is None:
             if _find_source(retired, source.fingerprint) is not None:
-                status = "back"
+                change = dataclasses.replace(change, fate="back")
             else:
                 num_new = matched.new[number].num_unmatched
-                has_matches = num_new < source.num
-                status = "exported again" if has_matches else "new"
-        changes.append(
-            SourceChange(
-                source.directory,
-                status,
-                samples=source.num,
-                trained=source.epoch.num_rows,
-                left=num_remaining[number],
-                new=num_new,
-            )
-        )
+                fate: SourceStatus = "new" if num_new == source.num else "exported again"
+                change = dataclasses.replace(change, fate=fate, new=num_new)
+        changes.append(change)
     return changes
 
 
-def _describe_removed(source: SourceLedger, is_gone: npt.NDArray[np.bool_]) -> SourceChange:
+def _removal(source: SourceLedger, is_gone: npt.NDArray[np.bool_]) -> SourceChange:
     """The change of a removed cache; ``is_gone`` (M,) marks its samples that no new cache has."""
     status: SourceStatus = "gone" if is_gone.all() else "replaced"
     num_gone = int(is_gone.sum())
@@ -504,22 +469,22 @@ def _resume_with_same_data(
 ) -> RunPosition:
     """Resume with the caches of the checkpoint, possibly on another number of ranks; ``origin`` names it in notes."""
     notes = []
-    assignments = saved_state.all_assignments
+    pack_assignments = saved_state.all_assignments
     if new_state.needs_reassignment(saved_state):
         notes.append(
             f"{origin} was trained by {saved_state.world_size} data-parallel ranks, and now there are "
             f"{new_state.world_size}: the remaining packs of its epoch are assigned to them"
         )
-        assignments = (*assignments, Assignment.of(saved_state.step, new_state.batch_shape))
-    last_change = None if ledger is None else ledger.change
-    timeline = Timeline.of(inputs, assignments, last_change)
+        pack_assignments = (*pack_assignments, Assignment.of(saved_state.step, new_state.batch_shape))
+    last_data_change = None if ledger is None else ledger.change
+    timeline = Timeline.of(inputs, pack_assignments, last_data_change)
     if ledger is None:
         ledger = ledger_of_plan(timeline, saved_state.step)
         notes.append(
             f"{origin} is from an older packtool and has no ledger: trained samples are taken from its plan, "
             "including any that --on-bad-media skip left out"
         )
-    state = new_state.with_assignments(assignments, saved_state.data_since)
+    state = new_state.with_assignments(pack_assignments, saved_state.data_since)
     return RunPosition(timeline, state, ledger, notes=tuple(notes))
 
 
@@ -537,15 +502,18 @@ def _resume_with_changed_data(
     reader = inputs.for_training.reader
     ledger, cache_changes = with_changed_data(saved_ledger, reader, epoch_to_resume, history_of(checkpoint))
     assert ledger.change is not None, "with_changed_data adds it"
-    assignments = (Assignment.of(step, new_state.batch_shape),)
-    timeline = Timeline.of(inputs, assignments, ledger.change)
+    pack_assignments = (Assignment.of(step, new_state.batch_shape),)  # earlier ones were of packs of the old data
+    timeline = Timeline.of(inputs, pack_assignments, ledger.change)
     span = timeline.span_at(step)
-    is_epoch_finished = span.epoch != ledger.epoch
-    num_steps_left = 0 if is_epoch_finished else span.stop_step - step
-    notes = change_lines(ledger.change, cache_changes, num_steps_left, _run_end(timeline, step, checkpoint))
-    return RunPosition(
-        timeline, new_state.with_assignments(assignments, data_since=step), ledger, cache_changes, tuple(notes)
+    notes = change_lines(
+        ledger.change,
+        cache_changes,
+        # After the last step of the ledger's epoch, the span is that of the next one.
+        steps_left=span.stop_step - step if span.epoch == ledger.epoch else 0,
+        run_end=_run_end(timeline, step, checkpoint),
     )
+    state = new_state.with_assignments(pack_assignments, data_since=step)
+    return RunPosition(timeline, state, ledger, cache_changes, tuple(notes))
 
 
 def _run_end(timeline: Timeline, step: int, checkpoint: str) -> str:

@@ -37,7 +37,7 @@ from packtool.train.prepare.output_dir import ResumePoint, with_resumed_folder
 from packtool.train.prepare.parallelism import axes_of, with_shares
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.resume import SourceChange, find_position
-from packtool.train.prepare.streamed import NumberExchange, StreamedSource, StreamedSteps, open_stream
+from packtool.train.prepare.streamed import CountExchange, StreamedSource, StreamedSteps, open_stream
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
 
@@ -46,10 +46,8 @@ class Run:
     """A training run on one rank, ready for its first step.
 
     Args:
-        config: the settings, with all automatic choices made.
-        source: samples and steps, of caches or of rows that are encoded during training.
         state: recorded by its checkpoints; a run that resumes from them must have the same.
-        axes_by_size: sequence parallelism by number of ranks, of the run and of its stages.
+        axes_by_size: sequence parallelism of the run and of its stages, by the number of ranks that share a sequence.
         ledger: of the samples trained before; None for a stream.
         changes: of each cache since the checkpoint; empty if the data are the same.
     """
@@ -77,15 +75,20 @@ class Run:
 
         Args:
             resume_point: of a run on caches; None to find it by the options and the output directory.
-            preview_inputs: of ``packtool plan``, whose plans are reused where they are the same.
+            preview_inputs: inputs of ``packtool plan``; plans that are the same are not made again.
         """
         config = with_resumed_folder(config)
         if config.streaming:
             return cls._of_stream(config, world)
         inputs = open_to_train(config, preview_inputs)
-        config = inputs.for_training.config  # with defaults that depend on the caches
         if resume_point is None:
-            resume_point = ResumePoint.of(config)
+            resume_point = ResumePoint.of(inputs.for_training.config)
+        return cls._of_caches(inputs, world, resume_point)
+
+    @classmethod
+    def _of_caches(cls, inputs: Inputs, world: World, resume_point: ResumePoint) -> Run:
+        """Find the position of a run on caches in its timeline, and plan its evaluations."""
+        config = inputs.for_training.config  # with defaults that depend on the caches
         batch_shape = BatchShape.of(config, world.data.size)
         if config.locked is not None and world.is_first:
             check_locked(config.locked, inputs, batch_shape)
@@ -123,8 +126,8 @@ class Run:
             check_resumable(checkpoint, world.rank, world.size)
             position = read_stream_state(checkpoint, world.data.rank)  # ranks that share sequences read the same rows
             source = dataclasses.replace(source, start=saved_state.step, start_position=position)
-        max_length = np.array([source.spec.max_length])  # no sample is read yet, so all may be as long
-        axes = axes_of(config, world, source.files, max_length, trained=True)
+        lengths = np.array([source.encode_spec.max_length])  # no sample is read yet, so all may be as long
+        axes = axes_of(config, world, source.files, lengths, trained=True)
         return cls(
             config=config,
             world=world,
@@ -202,7 +205,7 @@ class Run:
                 "takes longer, because it is compiled"
             )
 
-    def steps(self, exchange: NumberExchange) -> Steps:
+    def steps(self, exchange: CountExchange) -> Steps:
         """The steps of this rank from ``start`` on."""
         if isinstance(self.source, StreamedSource):
             return StreamedSteps(self.source, self.config, exchange)
@@ -240,8 +243,13 @@ def _axes_by_size(inputs: Inputs, timeline: Timeline, world: World) -> dict[int,
     return axes_by_size
 
 
-_OPTIMIZER_PANELS = ("Optimizer", "Parameters")
-"""Groups of options that must stay the same with the optimizer of a checkpoint."""
+_OPTIMIZER_OPTIONS = {
+    option.name
+    for option in dataclasses.fields(TrainConfig)
+    if option.metadata["panel"] in ("Optimizer", "Parameters")  # groups of options in the help
+    and option.name != "adapters"  # their weights are in the checkpoint
+}
+"""Options that must stay the same with the optimizer of a checkpoint."""
 
 _LENGTH_OPTIONS = ("num_train_epochs", "max_steps")
 _OPTIONS_WITHOUT_EFFECT = ("output_dir", "dataloader_num_workers", "data_change")
@@ -267,12 +275,10 @@ def _check_changed_settings(
     config: TrainConfig, checkpoint: str, changes: Mapping[str, tuple[str, str]], num_steps: int, *, ranks_changed: bool
 ) -> None:
     """Raise a MismatchError if a run of ``num_steps`` cannot resume with ``changes``, old and new values by option."""
-    panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
-    # Another directory of ``adapters`` has no effect, because their weights are in the checkpoint.
-    refused = [name for name in changes if panels[name] in _OPTIMIZER_PANELS and name != "adapters"]
+    refused = [name for name in changes if name in _OPTIMIZER_OPTIONS]
     schedule_lines = []
     num_planned = steps_planned(checkpoint)
-    if num_steps != num_planned and not _may_shift_schedule(config, changes, ranks_changed=ranks_changed):
+    if num_steps != num_planned and not _may_change_num_steps(config, changes, ranks_changed=ranks_changed):
         refused += [name for name in _LENGTH_OPTIONS if name in changes]
         line = f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"
         schedule_lines.append(line)
@@ -284,8 +290,8 @@ def _check_changed_settings(
         )
 
 
-def _may_shift_schedule(config: TrainConfig, changes: Mapping[str, Any], *, ranks_changed: bool) -> bool:
-    """Return whether the number of steps, and so the learning rate schedule, may change: with data and ranks only."""
+def _may_change_num_steps(config: TrainConfig, changes: Mapping[str, Any], *, ranks_changed: bool) -> bool:
+    """Return whether a resumed run may have another number of steps, which changes its learning rate schedule."""
     if config.lr_scheduler_type == "constant" or config.data_change == "allow":
         return True
     return ranks_changed and not any(name in changes for name in _LENGTH_OPTIONS)

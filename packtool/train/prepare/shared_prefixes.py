@@ -170,10 +170,9 @@ def find_shared_prefixes(
     max_media_tokens: int | None = None,
     limit: int | None = None,
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """Find the prefixes that samples share, by ``--share-prefix``; else None, and maybe the reason.
+    """Find the prefixes that samples share; None if they share none, and a message if ``--share-prefix`` calls for one.
 
     Args:
-        model: its ``config.json``.
         capacity: maximum tokens of a pack.
         max_length: maximum tokens of a sample; longer ones are left out.
         max_samples, max_media_tokens: maxima of a tree, which is a group of samples that share prefixes.
@@ -183,9 +182,7 @@ def find_shared_prefixes(
         return None, None
     recorded = _recorded_prefixes(reader, is_required=config.share_prefix == "true")
     lengths = reader.index.length[:limit]
-    kept_lengths = lengths if max_length is None else lengths[lengths <= max_length]
-    has_too_long_sample = kept_lengths.max(initial=0) > capacity  # which the planner reports
-    if recorded is None or not len(kept_lengths) or has_too_long_sample:
+    if recorded is None or not _can_be_packed(lengths, capacity, max_length):
         return None, None
     prefixes = _planner_prefixes(recorded, len(lengths))
     prefix_media_tokens = recorded.prefixes.media_tokens[: len(prefixes.lengths)]
@@ -202,21 +199,29 @@ def find_shared_prefixes(
     return decide_sharing(config, model, [SharedPrefixes(reader.index, recorded, trees)])
 
 
+def _can_be_packed(lengths: npt.NDArray[np.integer[Any]], capacity: int, max_length: int | None) -> bool:
+    """Return whether there are samples of up to ``max_length``, and all fit into packs; else planning is an error."""
+    if max_length is not None:
+        lengths = lengths[lengths <= max_length]
+    return len(lengths) > 0 and int(lengths.max()) <= capacity
+
+
 def decide_sharing(
     config: SharingOptions, model: Mapping[str, Any], epochs: Sequence[SharedPrefixes]
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """Return the prefixes of the first of ``epochs`` if sharing all saves enough; else None, and maybe why."""
+    """Return the prefixes of the first of ``epochs`` if sharing saves enough in all; else None, and maybe a message."""
     conflicts = conflicts_of_sharing(config, model)
     is_required = config.share_prefix == "true"
     num_shared = sum(each.trees.num_shared_tokens for each in epochs)
     if not num_shared:
         message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
         return None, message if is_required else None
-    saved = num_shared / sum(each.num_tokens_without_sharing for each in epochs)
-    saves_enough = saved > MIN_SAVING
-    if is_required or (saves_enough and not conflicts):
+    if is_required:  # options that exclude sharing were refused
         return epochs[0], None
-    if saves_enough:
+    saved = num_shared / sum(each.num_tokens_without_sharing for each in epochs)
+    if saved > MIN_SAVING:
+        if not conflicts:
+            return epochs[0], None
         message = f"{saved:.0%} of the tokens could be saved, but each sample is computed in full"
         return None, f"shared prefixes: {message}: that cannot be combined with {conflicts[0]}"
     if conflicts or saved < _MIN_MENTIONED_SAVING:

@@ -30,6 +30,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.planning.cost import CostModel
+from packtool.planning.pack_plan import Int64Array
 from packtool.planning.packing import pack_trees
 from packtool.rows.read import follow, samples_of
 from packtool.rows.sample import Dropped, all_dropped
@@ -44,7 +45,7 @@ from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.prepare.shared_prefixes import MIN_SAVING, first_pair, sharing_of_stream
 from packtool.train.prepare.timeline import OpenTimeline
 
-_OPTIONS_WITHOUT_EFFECT = ("packing_num_proc", "packing_window")
+_UNRECORDED_OPTIONS = ("packing_num_proc", "packing_window")
 """Options that do not change the packs of a stream: an interval is one window, packed by any number of processes."""
 
 
@@ -53,20 +54,16 @@ class StreamedSource:
     """The rows of a run that are encoded and packed while it trains.
 
     Args:
-        specs: files of all rows.
-        spec: options of their encoding.
-        options: of their packing.
         sharing: of prefixes by samples of an interval; None if every sample is computed in full.
-        start: the first step to train.
-        start_position: position of this rank in the rows at ``start``; None for the beginning.
+        start_position: position of this rank in the rows at step ``start``; None for the beginning.
     """
 
     config: TrainConfig
     world: World
     files: ModelFiles
     media_limits: MediaLimits
-    specs: Sequence[SourceSpec]
-    spec: EncodeSpec
+    row_files: Sequence[SourceSpec]
+    encode_spec: EncodeSpec
     options: StreamOptions
     sharing: IntervalSharing | None
     start: int = 0
@@ -93,17 +90,17 @@ class StreamedSource:
             **dict.fromkeys((*unknown, "target_tokens"), 0),
             **dict.fromkeys(("samples_per_pack", "fill"), 0.0),
             "packing": True,
-            "max_length": self.spec.max_length,
+            "max_length": self.encode_spec.max_length,
             "packing_length": self.options.packing_length,
             "streaming": True,
         }
 
     def lines(self, config: TrainConfig) -> Iterator[str]:
         """Describe rows, packing and shared prefixes."""
-        options, world = self.options, self.world
+        options, world, num_files = self.options, self.world, len(self.row_files)
         yield (
-            f"streaming {len(self.specs)} file{'s' if len(self.specs) > 1 else ''} of rows (number of rows unknown), "
-            f"samples of up to {self.spec.max_length:,} tokens"
+            f"streaming {num_files} file{'s' if num_files > 1 else ''} of rows (number of rows unknown), "
+            f"samples of up to {self.encode_spec.max_length:,} tokens"
         )
         yield (
             f"packing: yes; packing length: {options.packing_length:,}, {options.packing_interval:,} samples at a "
@@ -141,12 +138,12 @@ class StreamedSource:
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
         """The shortest samples of the first block of rows, at most ``max_samples``; or two that share a prefix."""
-        source, blocks = follow(self.specs[0])
+        source, blocks = follow(self.row_files[0])
         block = next(iter(blocks), None)
         if block is None:
             return []
         rows = list(samples_of(source, [block], may_hold_secrets=False))
-        encoded = encode_samples(rows, Encoder(self.spec, self.files))
+        encoded = encode_samples(rows, Encoder(self.encode_spec, self.files))
         samples = [sample for item in encoded if not isinstance(item, Dropped) for sample in item]
         return self._first_pair(samples) or sorted(samples, key=lambda sample: sample.length)[:max_samples]
 
@@ -185,10 +182,10 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
     # Rows are read and encoded as by an export with the same options, but into no directory.
-    export_config = config.export_config("", max_length)
+    export_config = config.export_config(output_dir="", max_length=max_length)
     encoder = Encoder(export_config.encode_spec, files)  # also checks that the model supports the options
-    specs = sources_of(export_config)
-    first_row_warning = _check_first_rows(config.model, files, specs[:MAX_OPEN_SOURCES])
+    row_files = sources_of(export_config)
+    first_row_warning = _check_first_rows(config.model, files, row_files[:MAX_OPEN_SOURCES])
     sharing, no_sharing_reason = sharing_of_stream(config, files.config)
     options = part_of(
         StreamOptions,
@@ -202,14 +199,14 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         world=world,
         files=files,
         media_limits=encoder.limits,
-        specs=specs,
-        spec=export_config.encode_spec,
+        row_files=row_files,
+        encode_spec=export_config.encode_spec,
         options=options,
         sharing=sharing,
     )
-    state = _stream_run_state(source, rows_fingerprint(export_config, files, specs, with_times=False))
-    notes = [no_sharing_reason, *encoder.warnings, first_row_warning]
-    return source, state, [note for note in notes if note is not None]
+    state = _stream_run_state(source, rows_fingerprint(export_config, files, row_files, with_times=False))
+    notes = [note for note in (no_sharing_reason, *encoder.warnings, first_row_warning) if note is not None]
+    return source, state, notes
 
 
 def _check_first_rows(model: str, files: ModelFiles, specs: Sequence[SourceSpec]) -> str | None:
@@ -226,12 +223,12 @@ def _stream_run_state(source: StreamedSource, fingerprint: str) -> RunState:
     recorded_options = ["packing_interval", "shuffle_buffer_size", *pack_options, "num_train_epochs", "loss_reduction"]
     if source.sharing is not None:
         recorded_options += ["share_prefix", "max_rows_per_tree"]
-    recorded_options = [name for name in recorded_options if name not in _OPTIONS_WITHOUT_EFFECT]
+    recorded_options = [name for name in recorded_options if name not in _UNRECORDED_OPTIONS]
     return RunState.of(
         config,
         plan="stream",
         cache=fingerprint,
-        max_length=source.spec.max_length,
+        max_length=source.encode_spec.max_length,
         packing_length=source.options.packing_length,
         world_size=source.world.data.size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -240,8 +237,8 @@ def _stream_run_state(source: StreamedSource, fingerprint: str) -> RunState:
     )
 
 
-class NumberExchange(Protocol):
-    """Exchange of numbers between ranks during training; every rank calls each method at the same step."""
+class CountExchange(Protocol):
+    """Exchange of counts between ranks; every rank calls each method at the same step."""
 
     def sums(self, counts: Sequence[int]) -> list[int]:
         """Each number summed over the data-parallel ranks."""
@@ -253,7 +250,7 @@ class NumberExchange(Protocol):
 class StreamedSteps(Steps):
     """The steps of one rank of a stream; figures of a step are exchanged with the other ranks when it begins."""
 
-    def __init__(self, source: StreamedSource, config: TrainConfig, exchange: NumberExchange) -> None:
+    def __init__(self, source: StreamedSource, config: TrainConfig, exchange: CountExchange) -> None:
         self._source = source
         self._exchange = exchange
         self._packing_length = source.options.packing_length
@@ -262,8 +259,8 @@ class StreamedSteps(Steps):
         self._costs = RunCosts.of(source.config, source.files.config)
         self._log = DropLog(config.output_dir, source.world, source.start_position)
         self._stream = PackStream(
-            source.specs,
-            source.spec,
+            source.row_files,
+            source.encode_spec,
             source.options,
             rank=source.world.data.rank,
             world_size=source.world.data.size,
@@ -271,10 +268,9 @@ class StreamedSteps(Steps):
             sharing=source.sharing,
             log=self._log,
         )
-        # A step begins when its counts are summed over all ranks.
-        self._num_steps_begun = source.start
-        self.totals: Counter[str] = Counter()  # counts of the steps that this process has begun
-        # This rank's positions in the rows, by number of steps done, after the last two steps that have begun.
+        self._num_steps_begun = source.start  # steps before ``start`` count, too
+        self.totals: Counter[str] = Counter()  # ``_counts`` of the steps that this process has begun
+        # This rank's position in the rows after each of the last two steps that have begun, by number of steps done.
         self._positions = {source.start: source.start_position or StreamState()}
 
     def rank_steps(self) -> Iterator[RankStep]:
@@ -298,31 +294,35 @@ class StreamedSteps(Steps):
         return tuple(MicroBatch([pack.samples for pack in packs[start : start + self._batch_size]]) for start in starts)
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> dict[str, int]:
-        """Counts of this rank's packs of a step, by name; ``is_last`` if the rank has no more packs.
-
-        All are sums over packs, so those of all ranks can be added up. Except in ``unshared_tokens``, the tokens of a
-        shared prefix count once.
-        """
+        """Counts of this rank's packs of a step, by name, to add up over ranks; ``is_last`` if no packs follow."""
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
-        shared_tokens = amounts.shared_tokens  # of each sample with the one before it
-        cost = self._costs.without_recomputation  # only for the windows of the model's attention
         counts = {
-            "target_tokens": sum(pack.num_targets for pack in packs),
-            "logits": amounts.targets.sum(),  # the target tokens that are computed
-            "unshared_tokens": lengths.sum(),
-            "tokens": (lengths - shared_tokens).sum(),
             "packs": len(packs),
             "samples": len(lengths),
-            "attended": (np.square(lengths) - np.square(shared_tokens)).sum(),  # pairs of tokens
-            "attended_in_windows": cost.window_squares(lengths, shared_tokens).sum(),
-            "attended_dense": sum(pack.num_tokens**2 for pack in packs),  # if packs were single samples
+            "target_tokens": sum(pack.num_targets for pack in packs),
+            "unshared_tokens": lengths.sum(),
+            # In all other counts, a shared prefix counts for only one sample.
+            "tokens": (lengths - amounts.shared_tokens).sum(),
+            "logits": amounts.targets.sum(),
             "vision_tokens": (amounts.media_tokens - amounts.audio_tokens).sum(),
             "patch_squares": amounts.patch_squares.sum(),
             "audio_tokens": amounts.audio_tokens.sum(),
+            **self._attention_counts(packs, lengths, amounts.shared_tokens),
             "ranks_with_more": 0 if is_last else 1,
         }
         return {name: int(count) for name, count in counts.items()}
+
+    def _attention_counts(
+        self, packs: Sequence[StreamedPack], lengths: Int64Array, shared_tokens: Int64Array
+    ) -> dict[str, int]:
+        """Sums of squared lengths, to which the work of attention is proportional, over samples (N,) and over packs."""
+        cost = self._costs.without_recomputation
+        return {
+            "attended": (np.square(lengths) - np.square(shared_tokens)).sum(),
+            "attended_in_windows": cost.window_squares(lengths, shared_tokens).sum(),  # in layers with windows
+            "attended_dense": sum(pack.num_tokens**2 for pack in packs),
+        }
 
     def _begin(self, counts: dict[str, int], position: StreamState) -> StepFigures:
         """Begin a step: sum its ``counts`` over all ranks; ``position`` is that of the stream after the step."""

@@ -117,8 +117,6 @@ class Section:
     """Successive epochs whose packs are assigned to the same ranks; the next section or stage decides where they end.
 
     Args:
-        first_step: its first step in the run.
-        first_epoch: its first epoch.
         partial_plan: plan of its first epoch, if it trains only a part of that; None for a full epoch.
         max_partial_steps: steps of ``partial_plan`` that are trained; None for all.
     """
@@ -166,11 +164,11 @@ class Section:
             return self.partial_plan
         return self.inputs.plan_of(epoch, self.batch_shape)
 
-    def end(self, num_epochs: float, max_steps: int | None) -> int:
-        """Steps of the run that are done after ``num_epochs`` epochs of the run, or ``max_steps`` if that is given."""
+    def end(self, stop_epoch: float, max_steps: int | None) -> int:
+        """Steps of the run that are done after ``stop_epoch`` epochs of the run, or ``max_steps`` if that is given."""
         if max_steps:
             return max_steps
-        num_epochs -= self.first_epoch  # from here, those of this section
+        num_epochs = stop_epoch - self.first_epoch  # of this section
         if self.partial_plan is None:
             return self.first_step + math.ceil(max(num_epochs, 0.0) * self.steps_per_epoch)
         if num_epochs == 1:
@@ -199,7 +197,6 @@ class TrainedStage:
 
     Args:
         number: of the stage, 0-based.
-        first_epoch: of the stage.
         sections: one for each time that packs were assigned.
         stop_step: steps of the run that are done when it ends.
     """
@@ -217,19 +214,19 @@ class TrainedStage:
         first_section: Section,
         reassignments: Sequence[Assignment],
         *,
-        num_epochs: float,
+        stop_epoch: float,
         max_steps: int | None,
     ) -> TrainedStage:
         """A stage that starts with a section, and starts another one at each reassignment of packs before its end.
 
-        The stage ends when ``max_steps`` of the run are done or, if None, ``num_epochs`` of the run.
+        The stage ends when ``max_steps`` steps of the run are done or, if None, ``stop_epoch`` epochs of the run.
         """
         sections = [first_section]
         for reassignment in reassignments:
-            if reassignment.first_step >= sections[-1].end(num_epochs, max_steps):
+            if reassignment.first_step >= sections[-1].end(stop_epoch, max_steps):
                 break
             sections.append(sections[-1].reassigned(reassignment))
-        return cls(number, first_epoch, tuple(sections), stop_step=sections[-1].end(num_epochs, max_steps))
+        return cls(number, first_epoch, tuple(sections), stop_step=sections[-1].end(stop_epoch, max_steps))
 
     @property
     def first_step(self) -> int:
@@ -284,7 +281,7 @@ class TrainedStage:
         num_cached, num_distinct = len(training_counts), int(np.count_nonzero(training_counts))
         num_filtered = self.mixture.num_filtered
         return {
-            "first_step": self.first_step + 1,  # numbered from 1
+            "first_step": self.first_step + 1,  # here, steps are numbered from 1
             "last_step": self.stop_step,
             "packing_length": options.packing_length if options.packing else None,
             "sequence_parallel_size": self.inputs.sequence_parallel_size,
@@ -316,7 +313,7 @@ class Timeline:
             first_section = Section.after_change(inputs, batch_shape, change)
         config = inputs.config
         stage = TrainedStage.of(
-            0, 0, first_section, assignments[1:], num_epochs=config.num_train_epochs, max_steps=config.max_steps
+            0, 0, first_section, assignments[1:], stop_epoch=config.num_train_epochs, max_steps=config.max_steps
         )
         return cls(inputs, (stage,))
 
@@ -529,17 +526,16 @@ def _assigned_stage(
     first_epoch: int,
     num_epochs: int,
 ) -> TrainedStage:
-    """A stage of ``num_epochs`` epochs that begins with ``section`` at ``start``."""
+    """A stage of ``num_epochs`` epochs from ``first_epoch`` on; ``section`` is the first one that it still trains."""
     number = start.number
     reassignments = []
     for assignment in assignments:
         if assignment.first_step > start.step:
             batch_shape = inputs.stage_batch_shape(number, assignment.batch_shape)
             reassignments.append(Assignment.of(assignment.first_step, batch_shape))
-    max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
-    return TrainedStage.of(
-        number, first_epoch, section, reassignments, num_epochs=first_epoch + num_epochs, max_steps=max_steps
-    )
+    stop_epoch = first_epoch + num_epochs
+    stop_step = None if inputs.config.max_steps is None else inputs.stage_stop_step(number)
+    return TrainedStage.of(number, first_epoch, section, reassignments, stop_epoch=stop_epoch, max_steps=stop_step)
 
 
 def _first_section(inputs: Inputs, start: _StageStart, fraction: float, batch_shape: BatchShape) -> Section:
