@@ -86,7 +86,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
         from packtool.train.loop.execute import execute
         from packtool.train.model.load import has_gpu
 
-    recomputing_notes = recomputing_lines(config, decided_config)
+    recomputing_notes = recomputing_lines(config, decided_config)  # empty unless all layers recompute by default
     if recomputing_notes and has_gpu(run.config):
         run = run.with_config(gradient_checkpointing="auto")  # only as many layers as the GPU's memory requires
     else:

@@ -333,7 +333,7 @@ def _score_samples(
     num_workers: int,
 ) -> RankScores:
     """Score the samples of this rank's micro-batches; the ranks of ``parallel``, which split them, get equal scores."""
-    scores = [np.zeros((0, len(SCORES)))]  # of each micro-batch; the first one is for a rank without any
+    scores = [np.zeros((0, len(SCORES)))]  # of each micro-batch, after an empty array for ranks without micro-batches
     origins: list[SampleOrigin] = []
     media_reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
@@ -366,18 +366,19 @@ def _score_batch(
 ) -> Tensor:
     """Return the ``SCORES`` of the S samples of a micro-batch, float64 (S, 4), on all ranks that split it."""
     batch = item.batch.to(device)
-    labels = batch.labels[:1]  # (1, T), as the next two; padded batches may have filler rows
-    losses, correct = scorer(batch)
+    labels = batch.labels[:1]  # (1, T); later rows of a padded batch are fillers
+    losses, correct = scorer(batch)  # (1, T) each
     if isinstance(batch, ShardedBatch) and parallel is not None:
         # This rank has its own tokens of the sequence; get those of the other ranks, too.
         gather = partial(parallel.gather, index=batch.index, num_tokens=sum(batch.lengths))
-        labels, losses, correct = gather(labels[0])[None], gather(losses[0])[None], gather(correct[0])[None]
+        labels, losses, correct = (gather(values[0])[None] for values in (labels, losses, correct))
     if isinstance(batch, TreeBatch) and item.tree_labels is not None:
-        # Repeat the results of a shared prefix for each of its samples, which may have labels at different tokens.
+        # Repeat the scores of a shared prefix for each of its samples. A sample has no labels at some of its tokens.
         labels = item.tree_labels.to(device)
+        has_label = labels != IGNORE_INDEX
         tree_positions = batch.sample_index()  # of each token of each sample, (T',)
-        losses = losses[:, tree_positions].where(labels != IGNORE_INDEX, 0)
-        correct = correct[:, tree_positions]
+        losses = losses[:, tree_positions].where(has_label, 0)
+        correct = correct[:, tree_positions] & has_label
     seqlens, cu_seqlens, prompt_lengths = (tensor.to(device) for tensor in item.spans)
     return sample_scores(seqlens, cu_seqlens, prompt_lengths, labels, losses, correct)
 
@@ -387,19 +388,20 @@ def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: Cache
     sources = tuple(sorted({name for rank in ranks for name in rank.sources}))
     order = _result_numbers(plan)
     scores = np.concatenate([rank.scores for rank in ranks])[order]
-    origins = np.concatenate([rank.origins for rank in ranks])[order]
     loss_sum, target_tokens, num_correct, first_wrong = scores.T  # the columns ``SCORES``
-    num_evaluated = len(order)  # the first samples of the caches
+    origins = np.concatenate([rank.origins for rank in ranks])[order]
+    tokens, _, rows = origins.T[:3]  # sources are numbered differently by each rank
+    channels = reader.index.channel[: len(order)]  # the first samples of the caches are evaluated
     return Evaluation(
-        tokens=origins[:, 0],
+        tokens=tokens,
         target_tokens=target_tokens.astype(np.int64),
         loss_sum=loss_sum,
         num_correct=num_correct.astype(np.int64),
         first_wrong=first_wrong.astype(np.int64),
         source=np.concatenate([_renumber_sources(rank, sources) for rank in ranks])[order],
-        row=origins[:, 2],
+        row=rows,
         parts=origins[:, 3:],
-        channel=reader.index.channel[:num_evaluated].astype(np.int64),
+        channel=channels.astype(np.int64),
         sources=sources,
         channels=reader.index.channels,
     )
@@ -434,24 +436,24 @@ def sample_scores(
     Returns:
         float64 (S, 4) with the columns ``SCORES``.
     """
-    # Token scores become rows, one for each sample, whose columns are the W tokens after the prompt. All rows are as
-    # wide as the longest, so samples are taken in groups to limit memory.
+    # Each sample becomes a row with the scores of the tokens after its prompt. All rows are as wide as the longest, so
+    # samples are taken in groups to limit memory.
     width = int((seqlens - prompt_lengths).max()) if len(seqlens) else 0
     group_size = max(1, _MAX_CELLS // max(width, 1))
     scores = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
     for start in range(0, len(seqlens), group_size):
         stop = start + group_size
         prompts = prompt_lengths[start:stop]
-        rows_of = partial(
+        to_rows = partial(
             restore_padding,
             seqlens=seqlens[start:stop],
             cu_seqlens=cu_seqlens[start : stop + 1],
             seq_len=width,
             prompt_length=prompts,
         )
-        is_target = rows_of(labels != IGNORE_INDEX)  # (group, W), as the next two
-        is_wrong = is_target & ~rows_of(correct)
-        target_losses = rows_of(losses)
+        is_target = to_rows(labels != IGNORE_INDEX)  # (group, width), as the next two
+        is_wrong = is_target & ~to_rows(correct)
+        target_losses = to_rows(losses)
         scores.append(_row_scores(is_target, is_wrong, target_losses, prompts))
     return torch.cat(scores)
 
@@ -484,7 +486,7 @@ def is_packed(model: nn.Module) -> bool:
 def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     """Yield a scorer that runs a model without dropout and gradients; the model is restored afterwards.
 
-    ``packed`` scorers take packs of samples, for which a model with transformers' attention gets packtool's.
+    With ``packed``, the scorer takes packs of samples, and the model has packtool's attention until then.
     """
     base: Any = base_model(model)
     original_attention = base.config.get_text_config()._attn_implementation

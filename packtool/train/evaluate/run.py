@@ -26,11 +26,8 @@ class EvalResult:
     """Result of an evaluation.
 
     Args:
-        evaluation: results of every sample.
-        split: name of the evaluated split.
         tokens: of all samples.
         num_micro_batches: over all ranks.
-        num_processes: number of ranks.
         seconds: of the forward passes, without loading the model.
         output: path of the written file.
     """
@@ -95,14 +92,13 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
         from packtool.train.evaluate.per_sample import can_be_packed, evaluate
         from packtool.train.model.load import load_trained, quiet_transformers, resolve_dtype
 
-    config, reader = prepared.config, prepared.reader
+    config, reader, trained = prepared.config, prepared.reader, prepared.trained
     on_gpu = torch.cuda.is_available()
-    spec = InputSpec.load(prepared.trained.base, reader.manifests[0].identity.media_limits, config)
+    spec = InputSpec.load(trained.base, reader.manifests[0].identity.media_limits, config)
     spec = spec.with_media_cache(config, reader.fingerprint)
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
-    # The choices of kernels are repeated later; here they raise errors before the model is loaded.
-    if packing:
+    if packing:  # raise an error now if no kernel can run
         choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)
     device = PartialState(cpu=not on_gpu, **config.group_options).device  # starts the process group
     parallel = None
@@ -110,8 +106,9 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
         choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # for heads of any size
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():
-        settings = {"packing": packing, "attn_impl": config.attn_impl, "parallel": parallel, "quantization": config}
-        model = load_trained(prepared.trained, spec, dtype, **settings)
+        model = load_trained(
+            trained, spec, dtype, packing=packing, attn_impl=config.attn_impl, parallel=parallel, quantization=config
+        )
         if config.quant_bits is None:  # transformers places quantized models itself
             model = model.to(device)
         begin = time.perf_counter()

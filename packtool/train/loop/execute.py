@@ -77,11 +77,10 @@ def execute(
         progress.note(f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({run.config.train_type})")
         seconds = _train(trainer, spec, progress)
     _report_end(trainer, callback, result.steps, progress)
+    result = _with_training_figures(result, trainer, callback, seconds)
+    num_skipped = _report_skipped_samples(trainer, progress)
     result = dataclasses.replace(
-        _with_training_figures(result, trainer, callback, seconds),
-        num_skipped=_report_skipped_samples(trainer, progress),
-        num_trainable_parameters=num_trainable,
-        num_parameters=num_parameters,
+        result, num_skipped=num_skipped, num_trainable_parameters=num_trainable, num_parameters=num_parameters
     )
     if run.world.is_first:
         result.write()
@@ -162,9 +161,9 @@ def _make_trainer(
     _switch_off_liger(args, run, spec, progress)
     loader = StepLoader(run, spec)
     parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
-    connect_deepspeed_on_cpus(run.config)  # before the model exists
-    model, saved_precision, unloaded_tensors = build_model(run, spec, dtype, parallel, progress)
-    shard_on_cpus(run.config)  # before the Trainer exists
+    connect_deepspeed_on_cpus(run.config)  # which building the model needs
+    model, saved_precision, files_of_unloaded_tensors = build_model(run, spec, dtype, parallel, progress)
+    shard_on_cpus(run.config)  # which the Trainer needs
     trainer = PackTrainer(
         model,
         args,
@@ -174,8 +173,8 @@ def _make_trainer(
         parallel=parallel,
         recomputation=switch_of(run, spec, dtype, model, progress),
     )
-    configure_fsdp(trainer.accelerator, model, run.config)  # before the first step
-    callback = RunCallback(trainer, progress, lock, unloaded_tensors, uploads)
+    configure_fsdp(trainer.accelerator, model, run.config)
+    callback = RunCallback(trainer, progress, lock, files_of_unloaded_tensors, uploads)
     trainer.add_callback(callback)
     return trainer, callback
 
@@ -333,19 +332,19 @@ class RunCallback(TrainerCallback):
         state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
         next_step_in_epoch = timeline.locate(step)[1]
         ends_epoch = next_step_in_epoch == 0
-        is_end = step >= timeline.num_steps
-        control.should_log |= is_end
-        self._request_saving(control, is_epoch_end=is_end or ends_epoch)
-        is_due = step >= state.max_steps or self._is_evaluation_due(step, ends_epoch=ends_epoch)
-        is_evaluated = self.run.validation is not None and is_due
-        self.watch.end_step(state, control, is_evaluated=is_evaluated)
+        ends_run = step >= timeline.num_steps
+        control.should_log |= ends_run
+        self._request_saving(control, is_epoch_end=ends_run or ends_epoch)
+        is_due = ends_run or self._is_evaluation_due(step, ends_epoch=ends_epoch)
+        will_evaluate = self.run.validation is not None and is_due
+        self.watch.end_step(state, control, will_evaluate=will_evaluate)
         if self.report is not None:
             self.report.end_step(should_log=control.should_log)
-        if is_evaluated:
+        if will_evaluate:
             self._evaluate(args, state, control)  # may request a checkpoint or the end of training
         self._check_lock(is_saved=control.should_save)
         if control.should_save and state.is_world_process_zero:
-            discard_run_state(_checkpoint(args, state))  # an overwritten checkpoint is unfinished from now on
+            discard_run_state(_checkpoint(args, state))  # if there is one, it is overwritten
 
     def _request_saving(self, control: TrainerControl, *, is_epoch_end: bool) -> None:
         """Request checkpoints that the Trainer cannot: at the end of an epoch, and of a stream, which also stops."""
@@ -472,7 +471,7 @@ class RunCallback(TrainerCallback):
             if best is not None:
                 point(output_dir, BEST, best)
         # The Trainer does not do this, because it would remove older checkpoints before this one is finished.
-        remove_oldest(output_dir, config.save_total_limit, last_good=self.watch.last_good, keep=best)
+        remove_oldest(output_dir, config.save_total_limit, last_good=self.watch.num_good, keep=best)
 
     def _add_files(self, checkpoint: str, step: int) -> None:
         """Add unloaded tensors, the processor and the state of the run after ``step`` steps to a checkpoint."""

@@ -139,14 +139,15 @@ class Meter:
         All ranks call this at the same step.
 
         Args:
-            loss: sum of weighted losses of a step over all ranks, averaged over the steps.
+            loss: mean over the steps of the sum of weighted losses of all ranks.
             copy_seconds: how long the device waited for copies; None if nothing is copied.
             recomputed: layers that recompute, and all layers, summed over this rank's tokens; None if always the same.
         """
         figures = self._figures
         seconds, log_seconds = self._take_seconds()
         means = self._target_means(accelerator.num_processes)
-        line = self._loss_figures(loss, means.pop("loss", None)) | figures.logged() | means
+        mean_loss = means.pop("loss", None)
+        line = self._loss_figures(loss, mean_loss) | figures.logged() | means
         line |= self._speed_figures(seconds, log_seconds)
         line["memory_gib"] = memory_gib(accelerator.device)
         if copy_seconds is not None:
@@ -234,10 +235,10 @@ class SampleLosses:
         skipped_positions = {skipped.sample for skipped in batch.skipped}
         samples = [position for position in planned_samples if position not in skipped_positions]
         target_losses = losses.losses.detach().float()
-        # The target of each loss belongs to the sample with this number in ``samples``.
-        if isinstance(batch, TreeTargets):  # where a target of a shared prefix belongs to several samples
+        # ``sample_numbers`` are indices in ``samples``, one for each of ``target_losses``.
+        if isinstance(batch, TreeTargets):
             sample_numbers, targets = batch.sample_targets
-            target_losses = target_losses[targets]
+            target_losses = target_losses[targets]  # those of a shared prefix once for each of its samples
         else:
             sample_numbers = batch.documents_of(losses.positions)
         loss_and_count = torch.stack((target_losses, torch.ones_like(target_losses)))

@@ -172,7 +172,7 @@ class PackTrainer(Trainer):
             self.remove_callback(callback)
         self.loader, self.saved, self.watch = loader, saved, watch
         self.parallel, self.recomputation = parallel, recomputation
-        # ASFT compares with the untrained model: a copy of it, before LossFunction changes the head of the model.
+        # --asft-alpha compares with a copy of the untrained model, made before LossFunction changes the model's head.
         self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
         self.loss_function = LossFunction(model)
         self.neftune_noise_alpha = None  # off: the Trainer would scale the noise by the length of the pack

@@ -103,7 +103,7 @@ class StepWatch:
     Attributes:
         stopped_by: number of the signal that ends the run, 0 for none.
         skipped_steps: numbers of skipped steps since the last checkpoint, 0-based.
-        last_good: number of completed steps before the first bad update; None while there was no bad update.
+        num_good: number of steps before the first bad update; None while there was no bad update.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class StepWatch:
     ) -> None:
         self.signals, self.sample_names = signals, sample_names
         self.on_nan, self.world, self.progress = on_nan, world, progress
-        self.stopped_by = 0  # a signal
+        self.stopped_by = 0
         self.num_bad = 0  # bad steps so far
         self.skipped_steps: list[int] = []
-        self.last_good: int | None = None
+        self.num_good: int | None = None
         self._losses: list[Tensor] = []  # of this rank's micro-batches in the current step
         self._norm: Tensor | float = 0.0  # of the current step's gradients, over all ranks
         self._pending: _PendingExchange | None = None
@@ -169,7 +169,7 @@ class StepWatch:
 
     def _handle_bad_step(self, exchange: _PendingExchange) -> None:
         """Stop at a bad step, or record it and warn, by ``--on-nan``; all ranks call this together."""
-        step = exchange.step  # 0-based
+        step = exchange.step  # 0-based, so also the number of steps before it
         self.num_bad += 1
         shows_samples = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS
         lines = self._bad_sample_lines(exchange.losses, exchange.sample_names) if shows_samples else []
@@ -182,15 +182,15 @@ class StepWatch:
             )
         if self.on_nan == "skip":
             self.skipped_steps.append(step)
-        elif self.last_good is None:  # go-on: the update of this step has spoiled the weights
-            self.last_good = step  # number of steps before it
-        if lines:
+        elif self.num_good is None:  # go-on: the update of this step has spoiled the weights
+            self.num_good = step
+        if lines:  # else there were enough warnings
             action = "skipped" if self.on_nan == "skip" else "trained nevertheless"
             self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
 
-    def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
+    def end_step(self, state: TrainerState, control: TrainerControl, *, will_evaluate: bool) -> None:
         """Settle a step before anything of it is stored; after a stop signal, request a checkpoint and the end."""
-        is_stored = control.should_log or control.should_save or control.should_training_stop or is_evaluated
+        is_stored = control.should_log or control.should_save or control.should_training_stop or will_evaluate
         if self.stopped_by or is_stored:
             self.check_last_step()
         if self.stopped_by and state.global_step < state.max_steps:

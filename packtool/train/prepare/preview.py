@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.cache.plan_file import SavedPlan, write_plan
 from packtool.config.mixture import MixOptions
@@ -293,8 +294,8 @@ class Preview:
         )
         write_plan(path, plan)
 
-    def _sample_locations(self) -> Int64Array:
-        """Step, rank and micro-batch of each sample, int64 (M, 3), in the order of ``plan.full_packs``."""
+    def _sample_locations(self) -> npt.NDArray[np.int32]:
+        """Step, rank and micro-batch of each sample, int32 (M, 3), in the order of ``plan.full_packs``."""
         # With Skrull, ``plan.packs`` are single samples, in the same order.
         samples_per_pack = np.diff(self.plan.packs.offsets)
         return np.repeat(self.plan.steps.locations(), samples_per_pack, axis=0)

@@ -69,7 +69,7 @@ class PackUnderTest:
         model: possibly with adapters.
         samples: at least two.
         parallel: the ranks over which the pack is split; all of them call the same methods.
-        has_local: with ``parallel``, compute two of three samples on a single rank each, and split only the others.
+        has_unsplit: with ``parallel``, two of three samples are computed on one rank each, and only the others split.
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
 
@@ -81,23 +81,24 @@ class PackUnderTest:
         dtype: torch.dtype,
         parallel: SequenceParallel | None = None,
         *,
-        has_local: bool = False,
+        has_unsplit: bool = False,
         min_shared: int | None = None,
     ) -> None:
         device = next(model.parameters()).device
         self.model, self.spec, self.dtype, self.parallel = model, spec, dtype, parallel
-        self.has_local, self.min_shared = has_local, min_shared
+        self.has_unsplit, self.min_shared = has_unsplit, min_shared
         self.samples = list(samples)
         self.tolerances = tolerances(dtype)
         self.lengths = [sample.length for sample in self.samples]
         single_samples = [collate_packs([sample], spec).to(device) for sample in self.samples]
-        self.unpacked = [without_boundaries(batch) for batch in single_samples]
+        self.batches_alone = [without_boundaries(batch) for batch in single_samples]
         self.num_targets = max(sum(batch.num_target_tokens for batch in single_samples), 1)
         self.placement = [] if parallel is None else self._place_samples(parallel.split.size)
         self.batch = self._collate().to(device)
         self.nodes = self._find_nodes()
+        # Nodes are the first documents of the pack, in this order; padding documents come last.
         document_starts = [0, *np.cumsum(self.batch.lengths).tolist()]
-        self.node_starts = document_starts[: len(self.nodes)]  # each node is a document; padding documents come last
+        self.node_starts = document_starts[: len(self.nodes)]
 
     def _find_nodes(self) -> list[Node]:
         """Return the parts of the pack: shared prefixes and the rest of each sample, or entire samples."""
@@ -109,7 +110,7 @@ class PackUnderTest:
         """Return the rank that computes each sample, or ``SHARDED``; pairs on a rank could leak into each other."""
         placement = [SHARDED] * len(self.samples)
         for number in range(len(self.samples)):
-            if self.has_local and number % 3 != 0:
+            if self.has_unsplit and number % 3 != 0:
                 placement[number] = number // 3 % num_ranks
         return placement
 
@@ -139,9 +140,9 @@ class PackUnderTest:
         shared = {number for node in self.nodes if node.is_shared for number in node.samples}
         numbers = sorted(range(len(self.samples)), key=lambda number: bool(shared) and number not in shared)
         samples = [self.samples[number] for number in numbers[:max_samples]]
-        has_local, min_shared = self.has_local, self.min_shared
+        has_unsplit, min_shared = self.has_unsplit, self.min_shared
         return PackUnderTest(
-            self.model, samples, self.spec, self.dtype, self.parallel, has_local=has_local, min_shared=min_shared
+            self.model, samples, self.spec, self.dtype, self.parallel, has_unsplit=has_unsplit, min_shared=min_shared
         )
 
     def name(self, number: int) -> str:
@@ -194,7 +195,7 @@ class PackUnderTest:
 
         ``changed`` is a node of the sample to change first, in the same way as ``with_change``.
         """
-        batch = self.unpacked[number]
+        batch = self.batches_alone[number]
         if changed is not None:
             ids = batch.input_ids.clone()
             ids[0, changed.start : changed.stop] = self._changed_tokens(changed).to(ids.device)
@@ -423,7 +424,7 @@ def check_loss(pack: PackUnderTest) -> Check:
     """Compare the mean loss over the pack's targets with the same mean computed from each sample alone."""
     packed = pack.packed_loss()
     with original_attention(base_model(pack.model)):
-        alone = sum(float(pack.loss(batch)) for batch in pack.unpacked)
+        alone = sum(float(pack.loss(batch)) for batch in pack.batches_alone)
     where = f"the mean over {pack.num_targets:,} targets is {packed:.6g} packed and {alone:.6g} alone;"
     return Check("loss", abs(packed - alone), pack.tolerances["loss"] * max(1.0, abs(alone)), where)
 
@@ -431,15 +432,15 @@ def check_loss(pack: PackUnderTest) -> Check:
 def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     """Compare the gradients of the pack's loss with the sum of the gradients of each sample alone.
 
-    Overwrites the model's gradients. In 16 bits, rounding of sums over more than ``max_samples`` would hide a leak.
+    Overwrites the model's gradients. In 16 bits, the rounding of sums over more than ``max_samples`` could hide errors.
     """
     pack = pack.limited_to(max_samples)
     pack.model.zero_grad(set_to_none=True)
     with original_attention(base_model(pack.model)):
-        for batch in pack.unpacked:
+        for batch in pack.batches_alone:
             torch.autograd.backward(pack.loss(batch))
     norms_alone = _gradient_norms(pack.model)
-    pack.subtract_packed_gradients()  # the rest is the error
+    pack.subtract_packed_gradients()  # from the gradients of the model, so that the errors stay
     error_norms = _gradient_norms(pack.model)
     # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.
     largest_norm = max(norms_alone.values(), default=0.0)
@@ -554,7 +555,7 @@ def verify_cheaply(
     autocast = _autocast(weights, dtype)
     dtype = dtype or weights[0].dtype
     with without_dropout(model), torch.no_grad(), autocast:
-        pack = PackUnderTest(model, samples, spec, dtype, parallel, has_local=True, min_shared=min_shared)
+        pack = PackUnderTest(model, samples, spec, dtype, parallel, has_unsplit=True, min_shared=min_shared)
         # With ``parallel``, ``pack.batch`` has this rank's inputs only.
         full_batch = pack.batch if parallel is None else collate_packs(pack.samples, spec)
         refuse_leaky_inputs(full_batch.model_inputs())

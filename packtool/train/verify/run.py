@@ -58,9 +58,6 @@ class VerifyReport:
     """Results of ``packtool verify``.
 
     Args:
-        model: directory.
-        device, dtype: of the computation.
-        attention: name of the attention kernel.
         num_packs, num_samples, num_tokens: compared; tokens of a shared prefix count for each of its samples.
         num_shared_tokens: tokens of ``num_tokens`` that shared prefixes saved.
         checks: the worst result of each check.
@@ -97,7 +94,9 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     """
     begin = time.perf_counter()
     progress = progress or SilentProgress()
-    world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
+    if world is None:
+        world = World.from_environment()
+    world = world.shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     reader = open_caches(config.cached_dataset, config, files)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
@@ -131,30 +130,29 @@ def _verify_packs(
     """Run all checks on some packs; return the samples of each pack, and fields of ``VerifyReport``."""
     packs, shares_prefixes = _plan_packs(config, reader, files, progress)
     dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
-    kernel = choose(config.attn_impl, device, dtype).name  # raises if none can run
+    attention = choose(config.attn_impl, device, dtype).name  # an error if no kernel can run
     samples_by_pack = [[reader.sample(position) for position in positions] for positions in packs]
-    _refuse_leaky_packs(samples_by_pack, spec, shares_prefixes=shares_prefixes)
+    _refuse_mixing_inputs(samples_by_pack, spec, shares_prefixes=shares_prefixes)
     parallel = None
     if world.sequence_parallel_size > 1:
         # The process group, which starts here, assigns each rank its own device.
         device = PartialState(cpu=device.type == "cpu", **config.group_options).device
         axes = axes_of(config, world, files, reader.index.length)
         parallel = SequenceParallel.on_mesh(axes, device.type)
-        kernel = f"{_block_kernel(config, spec, device, dtype)} blocks, {axes.name}"
+        attention = f"{_block_kernel(config, spec, device, dtype)} blocks, {axes.name}"
+    min_shared = MIN_SHARED if shares_prefixes else None
     with quiet_transformers():
         model = _load_model(config, spec, dtype, device, parallel)
-        min_shared = MIN_SHARED if shares_prefixes else None
-        tested_packs = []
-        for number, samples in enumerate(samples_by_pack):
-            is_odd = number % 2 == 1  # with sequence parallelism, samples of every second pack stay on one rank
-            tested_packs.append(
-                PackUnderTest(model, samples, spec, dtype, parallel, has_local=is_odd, min_shared=min_shared)
-            )
+        tested_packs = [
+            # With sequence parallelism, every second pack has samples that are not split over the ranks.
+            PackUnderTest(model, samples, spec, dtype, parallel, has_unsplit=number % 2 == 1, min_shared=min_shared)
+            for number, samples in enumerate(samples_by_pack)
+        ]
         checks = _run_checks(model, tested_packs, progress)
     return packs, {
         "device": device.type if device.type == "cpu" else str(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "attention": kernel,
+        "attention": attention,
         "num_shared_tokens": sum(tested_pack.num_shared_tokens for tested_pack in tested_packs),
         "checks": tuple(worst_of(checks)),
     }
@@ -173,7 +171,7 @@ def _plan_packs(
     return choose_packs(reader, config, shared.trees), True
 
 
-def _refuse_leaky_packs(packs: Sequence[Sequence[EncodedSample]], spec: InputSpec, *, shares_prefixes: bool) -> None:
+def _refuse_mixing_inputs(packs: Sequence[Sequence[EncodedSample]], spec: InputSpec, *, shares_prefixes: bool) -> None:
     """Raise an error if a pack has inputs through which its samples would affect each other."""
     for samples in packs:
         batch = collate_tree(samples, spec) if shares_prefixes else collate_packs(samples, spec)

@@ -252,9 +252,9 @@ def test_bad_step_is_detected_before_an_evaluation() -> None:
     watch = StepWatch(StopSignals(), lambda: lambda _: [], on_nan="stop", world=World(), progress=SilentProgress())
     watch.record_loss(torch.tensor(float("nan")))
     watch.before_update(0, torch.nn.Linear(1, 1), torch.device("cpu"))
-    watch.end_step(TrainerState(), TrainerControl(), is_evaluated=False)
+    watch.end_step(TrainerState(), TrainerControl(), will_evaluate=False)
     with pytest.raises(DivergedError, match="step 1 is infinite"):
-        watch.end_step(TrainerState(), TrainerControl(), is_evaluated=True)
+        watch.end_step(TrainerState(), TrainerControl(), will_evaluate=True)
 
 
 @pytest.mark.usefixtures("bad_third_step")
