@@ -58,19 +58,24 @@ class LossRecord:
         self._epochs: dict[int, CacheLosses] = {}  # changed since they were last written
 
     def add(self, gathered: Sequence[npt.NDArray[Any]], skipped_steps: Sequence[int]) -> None:
-        """Add the four (M,) of ``SampleLosses.gather``, without steps that changed no weight; a sample may repeat."""
+        """Add the result of ``SampleLosses.gather``, except ``skipped_steps``; a sample may repeat within a step."""
         steps, samples, sums, num_targets = gathered
         order = np.argsort(steps, kind="stable")
         for in_step in np.split(order, np.flatnonzero(np.diff(steps[order])) + 1):
-            if not len(in_step) or steps[in_step[0]] in skipped_steps:
-                continue
-            trained, index = np.unique(samples[in_step], return_inverse=True)
-            with np.errstate(invalid="ignore", over="ignore"):
-                means = np.bincount(index, sums[in_step]) / np.bincount(index, num_targets[in_step])
-                losses = self._losses(self._timeline.span_at(int(steps[in_step[0]])).epoch)
-                for cache, (start, stop) in zip(self._reader.manifests, pairwise(self._reader.offsets), strict=True):
-                    is_in_cache = (trained >= start) & (trained < stop)
-                    losses[cache.fingerprint][trained[is_in_cache] - start] = means[is_in_cache]
+            if len(in_step) and steps[in_step[0]] not in skipped_steps:
+                self._add_step(int(steps[in_step[0]]), samples[in_step], sums[in_step], num_targets[in_step])
+
+    def _add_step(
+        self, step: int, samples: npt.NDArray[Any], sums: npt.NDArray[Any], num_targets: npt.NDArray[Any]
+    ) -> None:
+        """Add the mean losses of the samples of one step, (M,) each."""
+        trained, index = np.unique(samples, return_inverse=True)
+        losses = self._losses(self._timeline.span_at(step).epoch)
+        with np.errstate(invalid="ignore", over="ignore"):
+            means = np.bincount(index, sums) / np.bincount(index, num_targets)
+            for cache, (start, stop) in zip(self._reader.manifests, pairwise(self._reader.offsets), strict=True):
+                is_in_cache = (trained >= start) & (trained < stop)
+                losses[cache.fingerprint][trained[is_in_cache] - start] = means[is_in_cache]
 
     def _losses(self, epoch: int) -> CacheLosses:
         """Return the losses of an epoch, to be changed: those of its file, and NaN for caches without any."""
