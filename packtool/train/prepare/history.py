@@ -478,10 +478,7 @@ def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
 
 
 def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
-    """Plan a segment of a run again, and check that its fingerprints are the same.
-
-    ``stop`` is the first step that is not replayed, and ``model`` the directory of its model, if that has moved.
-    """
+    """Plan a segment of a run again up to step ``stop``, and check its fingerprints; ``model`` is its new directory."""
     _check_files(segment)
     config = dataclasses.replace(segment.train_config, output_dir=output_dir, cache_dir=None)
     # The state of the data is read from the history, and not from a checkpoint.

@@ -90,10 +90,7 @@ def _target_tokens(reader: CacheReader, choices: TargetChoices) -> npt.NDArray[n
 def _target_choice(
     directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, setting: str
 ) -> TargetChoice | None:
-    """Choose the target tokens of one cache by a loss scale; None if that equals the scale of its export.
-
-    ``setting`` names the option or the place of the loss scale in errors.
-    """
+    """Choose the target tokens of a cache; None for those of its export. ``setting`` names the loss scale in errors."""
     model_scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)  # with the rules that the model needs
     if parse_loss_scale(model_scale) == parse_loss_scale(_exported_scale(manifest)):
         return None

@@ -252,8 +252,7 @@ class SourceChange:
     """The change of one cache since the checkpoint; its fields are keys of JSON.
 
     Args:
-        fate: its status: one that was "exported again" has rows of one that was "replaced"; one that is "back" was
-            removed earlier.
+        fate: "exported again" if it has rows of one that was "replaced"; "back" if it was removed earlier.
         trained: samples trained in this epoch, from this cache or the one that it replaces.
         left: samples left to train in this epoch.
         new: samples that no earlier cache of the run had.
