@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.batch.micro_batch import MicroBatch
 from packtool.config.data import EncodeSpec
@@ -30,7 +31,6 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.planning.cost import CostModel
-from packtool.planning.pack_plan import Int64Array
 from packtool.planning.packing import pack_trees
 from packtool.rows.read import follow, samples_of
 from packtool.rows.sample import Dropped, all_dropped
@@ -314,7 +314,7 @@ class StreamedSteps(Steps):
         return {name: int(count) for name, count in counts.items()}
 
     def _attention_counts(
-        self, packs: Sequence[StreamedPack], lengths: Int64Array, shared_tokens: Int64Array
+        self, packs: Sequence[StreamedPack], lengths: npt.NDArray[np.int64], shared_tokens: npt.NDArray[np.int64]
     ) -> dict[str, int]:
         """Sums of squared lengths, to which the work of attention is proportional, over samples (N,) and over packs."""
         cost = self._costs.without_recomputation
