@@ -120,7 +120,7 @@ def _exported_scale(manifest: Manifest) -> str:
 
 
 def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
-    """Why the targets of a loss scale cannot be found without exporting the rows of a cache again; None if they can."""
+    """The reason why only a new export can choose the targets of a loss scale; None if the cache is enough."""
     exported_scale = _exported_scale(manifest)
     requested, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
     if _trains_shared_tokens(manifest, requested.base):

@@ -58,7 +58,7 @@ class LossRecord:
         self._epochs: dict[int, CacheLosses] = {}  # changed since they were last written
 
     def add(self, gathered: Sequence[npt.NDArray[Any]], skipped_steps: Sequence[int]) -> None:
-        """Add the result of ``SampleLosses.gather``, except ``skipped_steps``; a sample may repeat within a step."""
+        """Add the four (M,) of ``SampleLosses.gather``, except ``skipped_steps``; a sample may repeat within a step."""
         steps, samples, sums, num_targets = gathered
         order = np.argsort(steps, kind="stable")
         for in_step in np.split(order, np.flatnonzero(np.diff(steps[order])) + 1):
