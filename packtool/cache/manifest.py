@@ -78,8 +78,7 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
 
     Args:
         kind: a dataclass, str, int, float, bool, Any, a union with None, a literal of texts, ``tuple[X, ...]`` or
-            ``Mapping[str, X]``. ``Annotated[X, value]`` accepts ``value`` besides the values of ``X``;
-            ``Annotated[str, pattern]`` only texts that a regular expression matches.
+            ``Mapping[str, X]``; or ``Annotated[X, value]`` or ``Annotated[str, pattern]``.
         path: where the value is in its file, for messages.
     """
     origin = typing.get_origin(kind)
@@ -93,8 +92,8 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         if raw is None:
             return None
-        (type_if_present,) = (argument for argument in arguments if argument is not type(None))
-        return value_of(type_if_present, raw, path)
+        first, second = arguments  # a type and None, in any order
+        return value_of(second if first is type(None) else first, raw, path)
     if origin is Literal:
         if not isinstance(raw, str) or raw not in arguments:
             raise WrongValue(path, raw, f"one of {', '.join(map(str, arguments))}")
@@ -105,12 +104,14 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
 
 
 def _annotated_value(arguments: tuple[Any, ...], raw: Any, path: str) -> Any:
-    """Convert a JSON value to a type ``Annotated[arguments]``, as ``value_of``."""
+    """Convert a JSON value to ``Annotated[str, pattern]``, or ``Annotated[X, value]``, which also accepts ``value``."""
     kind, special = arguments
-    value = raw if raw == special else value_of(kind, raw, path)
-    if isinstance(special, re.Pattern) and not special.fullmatch(value):
+    if not isinstance(special, re.Pattern):
+        return raw if raw == special else value_of(kind, raw, path)
+    text = value_of(kind, raw, path)
+    if not special.fullmatch(text):
         raise WrongValue(path, raw, f"a name of the form {special.pattern}")
-    return value
+    return text
 
 
 def _collection_of(origin: type, arguments: tuple[Any, ...], raw: Any, path: str) -> Any:

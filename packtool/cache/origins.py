@@ -95,7 +95,7 @@ def read_origins(reader: CacheReader, cache: int) -> Origins:
     for shard in range(num_shards):
         in_shard = np.flatnonzero(shard_of_sample == shard)  # the samples in this shard
         table = reader.shard_table(cache, shard, ("source", "row", "part")).take(pa.array(position_in_shard[in_shard]))
-        file[in_shard] = number_names(table.column("source"), file_numbers)
+        file[in_shard] = number_names(table.column("source"), file_numbers)  # adds new names
         row[in_shard] = table.column("row").to_numpy()
         if "part" in table.column_names:
             part[in_shard] = _part_fields(table.column("part"))

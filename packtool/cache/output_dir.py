@@ -243,9 +243,9 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
     """Return the identity of an export's cache; ``limits`` on media include the user's options."""
     encode_spec = replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files))
     settings = encode_spec.recorded()
-    # The path of the model is absolute, so that it can be used from any directory; the fingerprint ignores it.
+    # An absolute path, so that the model is found from any directory; the fingerprint ignores it.
     settings["model"] = absolute_model(config.model)
-    # The loss scale is the resolved one, because its default depends on whether the model has hybrid thinking.
+    # Recorded as resolved, because the default depends on whether the model has hybrid thinking.
     settings["loss_scale"] = loss_scale_of(config.loss_scale, files.is_hybrid_thinking)
     settings |= hygiene.identity_settings(config)
     return Identity(

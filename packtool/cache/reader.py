@@ -404,10 +404,7 @@ def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int
 def _ranges_of_values(
     array: pa.Array, buffers: Sequence[pa.Buffer], start: int, stop: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield as ``_memory_ranges`` for lists, strings and bytes: their offsets, then their values.
-
-    Element i has the values from offsets[i] up to offsets[i + 1], int32.
-    """
+    """Yield as ``_memory_ranges`` for lists, strings and bytes: their offsets, then their values."""
     yield buffers[0].address + 4 * start, 4 * (stop - start + 1)
     offsets = np.frombuffer(buffers[0], np.int32)
     values_start = int(offsets[start])

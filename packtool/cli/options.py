@@ -114,18 +114,17 @@ def rewrite_arguments(
         argument, following = arguments[index], arguments[index + 1 :]
         num_values = 0
         if argument.startswith("--") and argument != "--":
-            name, equals, joined_value = argument.partition("=")
-            name = name.replace("_", "-")
+            name, joined_values = _split_option(argument)
             kind = _kind_of_argument(name, kinds)
-            num_values = _num_values(kind, following, is_joined=bool(equals))
-            values = [joined_value, *following[:num_values]] if equals else list(following[:num_values])
+            num_values = _num_values(kind, following, is_joined=bool(joined_values))
+            values = [*joined_values, *following[:num_values]]
             if kind == "unknown":
                 problem = explain_unknown(name, " ".join(values) if values else None)
                 if problem is not None:
                     problems.append(problem)
             else:
                 try:
-                    result += _option_words(name, kind, values, is_joined=bool(equals))
+                    result += _option_words(name, kind, values, is_joined=bool(joined_values))
                 except ValueError as error:
                     problems.append(f"{name}: {error}")
         elif argument.startswith("-"):
@@ -138,6 +137,12 @@ def rewrite_arguments(
     if problems:
         raise ConfigError.from_problems(problems)
     return result
+
+
+def _split_option(argument: str) -> tuple[str, list[str]]:
+    """Return an option's name with dashes, and the value of ``--name=value``, or [] for ``--name``."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-"), [value] if equals else []
 
 
 def _kind_of_argument(name: str, kinds: Mapping[str, ArgumentKind]) -> str:
@@ -313,7 +318,7 @@ def command_of(
     """Return a typer command with all options of ``cls``; it calls ``run`` with the merged settings."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        common_values = {name: values.pop(f"{name}_") for name in _common_options(cls)}
+        common_values = {name: values.pop(f"{name}_") for name in _common_options(cls)}  # as ``_parameters`` names them
         config = _merge_settings(cls, values, common_values, unknown_options)
         unknown_options.warn_of_variables(os.environ)
         try:

@@ -159,8 +159,7 @@ class LauncherGroup:
         self._store_error = "not connected yet"
         self._port_error: ConfigError | None = None  # on node 0, if the port is in use
         self._serves_store = False
-        self._last_beats: dict[str, tuple[str, int]] = {}  # on node 0, by node rank: id and beat
-        self._last_beat_times: dict[str, float] = {}  # on node 0, by node rank
+        self._beats: dict[str, tuple[tuple[str, int], float]] = {}  # on node 0, by node rank: (id, beat) and its time
 
         # Failures of other machines, and lines about waiting for them:
         self._failure_seen_at: float | None = None
@@ -305,10 +304,11 @@ class LauncherGroup:
         """Return the seconds since a machine has written its record."""
         now = time.monotonic()
         beat = record["id"], record["beat"]
-        if self._last_beats.get(rank) != beat:
-            self._last_beats[rank] = beat
-            self._last_beat_times[rank] = now
-        return now - self._last_beat_times[rank]
+        last_beat, last_time = self._beats.get(rank, (None, now))
+        if beat != last_beat:
+            last_time = now
+            self._beats[rank] = beat, now
+        return now - last_time
 
     def _missing_nodes(self) -> list[int]:
         """Return the numbers of the machines without a live launcher."""

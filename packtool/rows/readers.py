@@ -504,7 +504,7 @@ class TarReader:
         return self._file.read(member.size)
 
     def _read_pack(self, number: int, members: _Members) -> dict[str, Any] | Dropped:
-        """Return the row of a pack; in its media, ``bytes`` replaces the name of a ``file``."""
+        """Return the row of a pack, whose media have ``bytes`` in place of the name of their ``file``."""
         source, document = self._source, members.get("json")
         if document is None:
             names = ", ".join(sorted(members)[:8])

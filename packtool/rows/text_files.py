@@ -41,7 +41,7 @@ def read_head(file: HashedFile) -> bytes:
 
 
 def find_lines(file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of at most ``BLOCK_ROWS`` lines, numbered with blank ones; a line above ``max_bytes`` is a block."""
+    """Yield blocks of at most ``BLOCK_ROWS`` lines, or of one above ``max_bytes``; row numbers count blank lines."""
     start = first_row = 0  # byte offset and line number at which the next block begins
     for chunk in _chunks_of_lines(file, max_bytes):
         if isinstance(chunk, int):  # the size of a line that is too long
@@ -311,7 +311,7 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
 
 
 def _element_ranges(text: _JsonText, max_bytes: int) -> Iterator[_RowRange]:
-    """Yield the range of each element of an array, up to the separator; one above ``max_bytes`` is a block of its own.
+    """Yield the range of each element of an array, up to the separator, and whether it exceeds ``max_bytes``.
 
     Moves ``text`` from the beginning of the array, after its [, past its ].
     """

@@ -241,7 +241,7 @@ def alignment_of(num_ranks: int) -> int:
 
 
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Schedule shuffled sequences by a strategy, of at most ``options.longest_trainable`` tokens each.
+    """Schedule shuffled sequences, of at most ``options.longest_trainable`` tokens each, by a strategy.
 
     The schedule has at most ``options.num_steps`` steps: the first full ones, or one partial step if none is full.
     """

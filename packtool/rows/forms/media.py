@@ -176,10 +176,7 @@ def _fps(value: Mapping[str, Any]) -> Any:
 
 
 def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[int, ...]:
-    """Return the milliseconds of each frame of a video that is a list of frames; () if its object has no times.
-
-    ``value`` is the object of the video ``ref``; ``name`` is for messages.
-    """
+    """Return the milliseconds of each frame of a video that is a list of frames; () if its object has no times."""
     # Caches store times of listed frames as indexes at 1,000 frames per second, which are milliseconds.
     if is_measured(value) and value.get("fps") == _MILLISECONDS_PER_SECOND:
         times, factor = value.get("indices"), 1

@@ -234,10 +234,7 @@ def _channels(fields: Fields, kept_samples: _Ints, num_samples: int) -> tuple[st
 
 
 def _target_mask(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
-    """Return the mask of targets, bool (L,): tokens that ``labels`` and all mask columns mark as targets.
-
-    None if the row has none of these columns. ``is_first``, bool (L,), is true for the first token of each sample.
-    """
+    """Return the tokens that ``labels`` and all mask columns mark as targets, bool (L,); None without such columns."""
     length = len(ids)
     labels = _column(fields, "labels", length)
     masks = [_mask(fields, name, length) for name in _TARGET_MASKS]
@@ -255,10 +252,7 @@ def _target_mask(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
 
 
 def _nemo_mask(fields: Fields, is_first: _Bools) -> _Ints | None:
-    """Return the mask of targets, (L,), from NeMo's ``loss_mask``, which marks the token before each target.
-
-    None if the row has no such column, or the user has named it as a mask of targets.
-    """
+    """Return the targets from NeMo's ``loss_mask``, (L,), which marks the token before each one; None without it."""
     if "loss_mask" in chain.from_iterable(map(fields.names, _TARGET_MASKS)):
         return None
     is_before_target = _mask(fields, "loss_mask", len(is_first))
