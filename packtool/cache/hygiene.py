@@ -93,21 +93,24 @@ class HeldOut:
 
     def match(self, rows: Sequence[list[EncodedSample]], prompts: Hashes) -> IntArray:
         """Return the number of an overlapping question for each of R rows, (R,), -1 for none; ``prompts``: (R,)."""
-        samples = [(i, sample.input_ids) for i, row in enumerate(rows) for sample in row]
-        ngrams = ngram_hashes(np.concatenate([ids for _, ids in samples]))
-        ends = np.cumsum([len(ids) for _, ids in samples])
-        hashes = np.concatenate([ngrams, prompts])
-        hits = np.flatnonzero(self._may_match[hashes >> self._shift])
-        positions = np.minimum(np.searchsorted(self.keys, hashes[hits]), len(self.keys) - 1)
-        is_key = self.keys[positions] == hashes[hits]
+        row_of_sample = [i for i, row in enumerate(rows) for _ in row]
+        ids_of_samples = [sample.input_ids for row in rows for sample in row]
+        ends = np.cumsum([len(ids) for ids in ids_of_samples])
         matches = np.full(len(rows), -1, np.int32)
-        for hit, number in zip(hits[is_key].tolist(), self.numbers[positions[is_key]].tolist(), strict=True):
-            sample = int(np.searchsorted(ends, hit, side="right"))
-            if hit >= len(ngrams):  # a prompt
-                matches[hit - len(ngrams)] = number
-            elif hit + _NGRAM <= ends[sample]:  # in one sample
-                matches[samples[sample][0]] = number
+        for start, number in self._find(ngram_hashes(np.concatenate(ids_of_samples))):
+            sample = int(np.searchsorted(ends, start, side="right"))
+            if start + _NGRAM <= ends[sample]:  # all tokens are of this sample
+                matches[row_of_sample[sample]] = number
+        for i, number in self._find(prompts):
+            matches[i] = number
         return matches
+
+    def _find(self, hashes: Hashes) -> Iterator[tuple[int, int]]:
+        """Return the index of each hash that a question has, and the question's number."""
+        candidates = np.flatnonzero(self._may_match[hashes >> self._shift])
+        positions = np.minimum(np.searchsorted(self.keys, hashes[candidates]), len(self.keys) - 1)
+        is_key = self.keys[positions] == hashes[candidates]
+        return zip(candidates[is_key].tolist(), self.numbers[positions[is_key]].tolist(), strict=True)
 
 
 def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding, progress: Progress) -> HeldOut:

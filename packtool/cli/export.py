@@ -109,10 +109,13 @@ def run_check(config: CheckConfig, invocation: Invocation) -> None:
     lines = markdown_lines(figures, config)
     invocation.show(figures, lines)
     _report_check(config, figures, lines)
-    if not figures["passed"]:
-        drops_too_many = figures["num_dropped"] > figures["num_allowed"]
-        code = "D009" if drops_too_many else "D010"  # or else rows overlap held-out ones
-        raise DataError(verdict(figures, config), "packtool explain CODE explains a reason.", code=code)
+    if figures["passed"]:
+        return
+    problem, remedy = verdict(figures, config), "packtool explain CODE explains a reason."
+    has_too_many_drops = figures["num_dropped"] > figures["num_allowed"]
+    if has_too_many_drops:
+        raise DataError(problem, remedy, code="D009")
+    raise DataError(problem, remedy, code="D010")  # too many overlaps
 
 
 def _report_check(config: CheckConfig, figures: Mapping[str, Any], lines: Sequence[str]) -> None:

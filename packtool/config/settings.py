@@ -305,7 +305,7 @@ def resolve(
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
     values: dict[str, Any] = {}
-    invalid = set[str]()
+    given_names = set[str]()
     for origin, key, raw in _collect_values(fields, flags, sets, environ or {}, file or {}, problems):
         name = _field_name(key, fields)
         if name not in fields:
@@ -315,27 +315,34 @@ def resolve(
             if message is not None:
                 problems.append(message if origin == key else f"{origin}: {message}")
             continue
+        given_names.add(name)
         try:
             value = _convert(raw, declared_type(fields[name], cls))
             _check_bounds(value, fields[name])
         except ValueError as error:
             problems.append(f"{origin}: {error}")
-            invalid.add(name)
             continue
         if isinstance(value, dict):  # mappings from several sources are merged
             value = {**values.get(name, {}), **value}
         values[name] = value
     for name, field in fields.items():
-        if is_required(field) and name not in values and name not in invalid:
+        if is_required(field) and name not in given_names:
             problems.append(f"{flag(name)} is missing: {field.metadata['help']}")
     if problems:
         raise ConfigError.from_problems([*source_problems, *problems])
     config = _checked_settings(cls, values, source_problems)
     for name in values:
-        needed, required = fields[name].metadata["needs"] or ("", "")
-        if needed and (actual := getattr(config, needed)) not in required.split("|"):
-            warn(f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required}")
+        if fields[name].metadata["needs"]:
+            _warn_without_effect(fields[name], config, warn)
     return config
+
+
+def _warn_without_effect(field: dataclasses.Field[Any], config: object, warn: Callable[[str], None]) -> None:
+    """Warn of a given setting if the setting that it needs has another value."""
+    name, (needed, required) = flag(field.name), field.metadata["needs"]
+    actual = getattr(config, needed)
+    if actual not in required.split("|"):
+        warn(f"{name} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required}")
 
 
 def _field_name(key: str, fields: Mapping[str, dataclasses.Field[Any]]) -> str:
