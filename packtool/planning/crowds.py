@@ -57,21 +57,14 @@ class _Exchanges:
         return True
 
     def _exchange(self, crowded: int, partner: int, source: int) -> bool:
-        """Move slots of ``source`` from a crowded pack to its partner; return whether any could be moved.
-
-        The partner gives nothing in return or, if it then has too little space, one of its slots of other sources.
-        """
+        """Move slots of ``source`` from a crowded pack to its partner; return whether any could be moved."""
         crowded_slots, partner_slots = self._slots_of(crowded), self._slots_of(partner)
         # Afterwards the partner has at most half of the maximum. A crowded pack has more, so is never its own partner.
         max_moved = self.max_counts[source] // 2 - self._count(partner_slots, source)
         if max_moved <= 0:
             return False
-        sources = self._slots.sources
-        crowd = self._longest_first(slot for slot in crowded_slots if sources[slot] == source)
-        others = self._longest_first(slot for slot in partner_slots if sources[slot] != source)
-        # Nothing, or one slot, the shortest first.
-        returns: list[list[int]] = [[], *([slot] for slot in reversed(others))]
-        for returned in returns:
+        crowd = self._longest_first(slot for slot in crowded_slots if self._slots.sources[slot] == source)
+        for returned in self._possible_returns(partner_slots, source):
             remaining = [slot for slot in partner_slots if slot not in returned]
             for moved in self._selections(crowd, remaining, max_moved):
                 new_crowded = [slot for slot in crowded_slots if slot not in moved] + returned
@@ -81,6 +74,13 @@ class _Exchanges:
                     self._changed[crowded] = new_crowded
                     return True
         return False
+
+    def _possible_returns(self, pack: list[int], source: int) -> Iterator[list[int]]:
+        """Yield what a pack may give for slots of ``source``: nothing, or one of its others, the shortest first."""
+        yield []
+        others = self._longest_first(slot for slot in pack if self._slots.sources[slot] != source)
+        for slot in reversed(others):
+            yield [slot]
 
     def _is_crowded(self, pack: list[int], of_slots: list[int]) -> bool:
         """Return whether a pack has too many slots of the source of one of these slots."""
