@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from packtool.attention.flash import FlashKernel, FlexKernel, TorchVarlenKernel
-from packtool.attention.kernel import Kernel, ReferenceKernel, needs_half
+from packtool.attention.kernel import Kernel, ReferenceKernel, half_precision_error
 from packtool.attention.sdpa import SdpaKernel
 from packtool.errors import ConfigError
 
@@ -49,7 +49,7 @@ def _fastest_first() -> list[Kernel]:
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ConfigError if a kernel supports ``dtype`` on no GPU, whether or not it is installed here."""
     kernel = KERNELS.get(name)
-    if kernel is not None and kernel.is_half_only and (error := needs_half(name, dtype)):
+    if kernel is not None and kernel.is_half_only and (error := half_precision_error(name, dtype)):
         raise ConfigError(f"--attn-impl {name}: {error.message}", error.remedy)
 
 

@@ -77,8 +77,8 @@ class _TowerHooks:
         # Of images and videos: names of the forward's arguments for the patches and for the grids.
         self._visual_names = family.visual_inputs
         self._processor_names = family.processor_inputs
-        # From ``_embed`` to ``_add_deepstack``: flat positions of media tokens, and the features that each of the text
-        # tower's first layers adds there.
+        # Set by ``_embed`` for ``_add_deepstack``: flat positions of media tokens, and the features that each of the
+        # text tower's first layers adds there.
         self._deepstack: tuple[Tensor, list[Tensor]] | None = None
         module.register_forward_pre_hook(self._embed, with_kwargs=True)
         if self._processor_names:
@@ -91,8 +91,7 @@ class _TowerHooks:
     def _embed(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Replace the token ids and media of a forward call by embeddings with the media features written in.
 
-        This is a forward pre-hook: it returns the new ``args`` and ``kwargs`` of the forward. ``kwargs["towers"]`` has
-        the ``TowerInputs`` of the "vision" tower (images and videos) and the "sound" tower.
+        ``kwargs["towers"]`` has the ``TowerInputs`` of the "vision" tower (images and videos) and the "sound" tower.
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
@@ -105,14 +104,14 @@ class _TowerHooks:
         if shard is not None:
             # Once, after all towers have run, so that ranks wait for each other only once.
             features = self._exchange(features, shard)
-        positions: dict[str, Tensor] = {}  # of each kind's features in the flat embeddings, (N,)
+        positions: dict[str, Tensor] = {}  # by kind of medium, the rows of its features in the flat embeddings, (N,)
         for inputs in towers.values():
             positions.update(inputs.positions)
-        self._deepstack = _deepstack_inputs(features, positions)  # for ``_add_deepstack``
+        self._deepstack = _deepstack_inputs(features, positions)
         text_arguments = self._without_media(kwargs)
         text_arguments["input_ids"] = None
         text_arguments["inputs_embeds"] = _with_features(embeddings, features, positions)
-        return (), text_arguments
+        return (), text_arguments  # the token ids are the only argument by position
 
     def _exchange(self, features: Features, shard: SequenceShard) -> Features:
         """Exchange features with the ranks that share the sequence; return those of this rank's tokens."""
@@ -149,15 +148,11 @@ class _TowerHooks:
         tower = module.visual
         pixels = torch.cat([*patches.values()]).type(tower.dtype)
         output = tower(pixels, grid_thw=torch.cat(grids), return_dict=True, **inputs.arguments)
-        # Of the tower's last layer, then (DeepStack) of some earlier ones: (features of images and videos, D) each.
-        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        levels = [output.pooler_output]  # features (N, D) of all images, then all videos, from the tower's last layer
+        levels += getattr(output, "deepstack_features", None) or ()  # the same from earlier layers
         # Computed from the patches, because reading the grids could wait for the device.
-        num_features = [len(patches_of_kind) // tower.spatial_merge_size**2 for patches_of_kind in patches.values()]
-        features: Features = {kind: [] for kind in patches}
-        for level in levels:
-            for kind, level_of_kind in zip(patches, torch.split(level, num_features), strict=True):
-                features[kind].append(level_of_kind)
-        return features
+        patches_per_feature = tower.spatial_merge_size**2
+        return _split_by_kind(levels, {kind: len(each) // patches_per_feature for kind, each in patches.items()})
 
     def _add_deepstack(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Give the text tower the DeepStack features that its first layers add, with their positions."""
@@ -166,6 +161,15 @@ class _TowerHooks:
             self._deepstack = None
             kwargs |= {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
         return args, kwargs
+
+
+def _split_by_kind(levels: list[Tensor], num_features: Mapping[MediaKind, int]) -> Features:
+    """Split each level (N, D), which has the features of one kind of medium after those of another."""
+    features: Features = {kind: [] for kind in num_features}
+    for level in levels:
+        for kind, level_of_kind in zip(num_features, torch.split(level, list(num_features.values())), strict=True):
+            features[kind].append(level_of_kind)
+    return features
 
 
 def _with_features(embeddings: Tensor, features: Features, positions: Mapping[str, Tensor]) -> Tensor:
@@ -177,10 +181,7 @@ def _with_features(embeddings: Tensor, features: Features, positions: Mapping[st
 
 
 def _deepstack_inputs(features: Features, positions: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]] | None:
-    """Return the flat positions of media tokens and their features for each of the text tower's first layers.
-
-    These are the levels after the first, which is written to the embeddings; None if there is only one level.
-    """
+    """Return the flat positions of media tokens and their features for each of the text tower's first layers."""
     later_levels = {kind: levels[1:] for kind, levels in features.items() if len(levels) > 1}
     if not later_levels:
         return None

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from packtool.attention.kernel import Kernel, Varlen, needs_fast_gpu, pad_heads
+from packtool.attention.kernel import Kernel, Varlen, fast_gpu_error, pad_heads
 from packtool.errors import ConfigError
 
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
@@ -55,7 +55,7 @@ class FlashKernel(Kernel):
                 f"neither {_PACKAGES[self.version]} is installed, nor kernels, which fetches it from the hub",
                 f"pip install kernels, or {_PACKAGES[self.version]}; or use varlen, which is torch's own.",
             )
-        if error := needs_fast_gpu(f"flash attention {self.version}", device, dtype):
+        if error := fast_gpu_error(f"flash attention {self.version}", device, dtype):
             return error
         if self.version == 3 and torch.cuda.get_device_capability(device)[0] < _HOPPER:
             return ConfigError("flash attention 3 needs a GPU since Hopper", "Use flash_attention_2, or varlen.")
@@ -119,37 +119,37 @@ class TorchVarlenKernel(Kernel):
         if _varlen_module() is None:
             problem = f"torch {torch.__version__} has no torch.nn.attention.varlen"
             return ConfigError(problem, "Install torch 2.10 or newer, or use sdpa.")
-        return needs_fast_gpu("torch's varlen", device, dtype)
+        return fast_gpu_error("torch's varlen", device, dtype)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
         """Implement ``attend``; raise a ConfigError for a window if the installed torch does not support windows."""
         varlen_attn = _varlen_module().varlen_attn
-        # The parameters depend on the version of torch; missing ones are emulated, except windows.
-        parameters = _parameters(varlen_attn)
-        keys = varlen.key_boundaries
+        parameters = _parameters(varlen_attn)  # which depend on the version of torch
+        options = _window_and_causal_options(parameters, varlen, window)
         value_dim = v.shape[-1]
         q, k, v = pad_heads(q, k, v)
-        options = _visibility_options(parameters, varlen, window)
         if "scale" in parameters:
             options["scale"] = scale
-        else:  # the function multiplies scores by 1 / sqrt(D), with the D of the padded heads
-            q = q * (scale * math.sqrt(q.shape[-1]))
+        else:
+            padded_dim = q.shape[-1]
+            q = q * (scale * math.sqrt(padded_dim))  # the function multiplies scores by 1 / sqrt(padded_dim)
         if "enable_gqa" in parameters:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         else:
             num_copies = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(num_copies, dim=1)
             v = v.repeat_interleave(num_copies, dim=1)
-        # If keys begin before their queries, causal masks must be aligned at the end of both. cuDNN does not do this,
-        # but torch does not use it then: it uses it only if both ``cu_seqlens`` are the same tensor.
+        # With prefixes among the keys, causal masks must be aligned at the last tokens. torch uses cuDNN, which does
+        # not do this, only if both ``cu_seqlens`` are the same tensor.
+        keys = varlen.key_boundaries
         boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
         out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
         return out[..., :value_dim]
 
 
-def _visibility_options(parameters: Collection[str], varlen: Varlen, window: int | None) -> dict[str, Any]:
+def _window_and_causal_options(parameters: Collection[str], varlen: Varlen, window: int | None) -> dict[str, Any]:
     """Return the options of ``varlen_attn``, which has these parameters, that limit the keys a query sees."""
     if "window_size" in parameters:
         # How many keys before and after itself a query sees (-1: all of them), instead of is_causal.
@@ -215,16 +215,16 @@ def _block_mask(
 
     A document may have more keys than queries; its last query and its last key are the same token.
     """
-    document_of_query = _document_of_token(lengths).to(device)
-    document_of_key = document_of_query
-    key_shift_of_query = None
-    if key_lengths != lengths:  # then a token has different indexes among the queries and among the keys
+    document_of_query = document_of_key = _document_of_token(lengths).to(device)
+    key_shift_of_query = None  # by how much a token's index among the keys exceeds that among the queries
+    if key_lengths != lengths:
         document_of_key = _document_of_token(key_lengths).to(device)
-        key_shift_of_query = _key_shifts(lengths, key_lengths).to(device)[document_of_query]
+        key_shift_of_document = _key_shifts(lengths, key_lengths).to(device)
+        key_shift_of_query = key_shift_of_document[document_of_query]
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether the query of one index sees the key of another, a bool tensor, as FlexAttention requires."""
-        own_key = query if key_shift_of_query is None else query + key_shift_of_query[query]
+        own_key = query if key_shift_of_query is None else query + key_shift_of_query[query]  # of the same token
         visible = document_of_query[query] == document_of_key[key]
         if causal:
             visible = visible & (key <= own_key)

@@ -65,8 +65,7 @@ def refuse_leaks(
 ) -> None:
     """Raise a LeakError if documents of a pack could see each other in a layer's call.
 
-    ``states`` are queries or hidden states, (1, ...), and ``parallel`` the ranks that share the layer's sequences, if
-    any. These checks are not asserts, because ``python -O`` would remove asserts.
+    ``states`` are queries or hidden states, (1, ...), and ``parallel`` the ranks that share the sequences, if any.
     """
     name = type(layer).__name__
     is_shard = kwargs.get("sequence_shard") is not None
@@ -141,8 +140,7 @@ class _Opaque:
 def hide_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Put the document boundaries among a layer's keyword arguments into one opaque object.
 
-    torch.compile guards whatever it can see of a call, so a compiled layer would be compiled again for nearly every
-    micro-batch. Only attention and recurrent layers need the boundaries, and these are not compiled.
+    Otherwise torch.compile, which guards all that it can see, would compile a layer again for nearly every micro-batch.
     """
     hidden = {name: value for name, value in kwargs.items() if name in _BOUNDARY_NAMES}
     return {name: value for name, value in kwargs.items() if name not in hidden} | {_HIDDEN_NAME: _Opaque(hidden)}
@@ -241,17 +239,17 @@ def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [F.pad(heads, (0, size - heads.shape[-1])) if heads.shape[-1] != size else heads for heads in (q, k, v)]
 
 
-def needs_fast_gpu(name: str, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+def fast_gpu_error(name: str, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
     """Return an error unless the GPU is Ampere or newer and the numbers have 16 bits, as flash kernels require."""
     if device.type != "cuda":
         problem = f"{name} attention runs on CUDA only, and this run is on the {device.type}"
         return ConfigError(problem, "Use sdpa, which runs anywhere.")
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return ConfigError(f"{name} attention needs a GPU since Ampere (compute capability 8.0)", "Use sdpa.")
-    return needs_half(name, dtype)
+    return half_precision_error(name, dtype)
 
 
-def needs_half(name: str, dtype: torch.dtype) -> ConfigError | None:
+def half_precision_error(name: str, dtype: torch.dtype) -> ConfigError | None:
     """Return an error unless ``dtype`` has 16 bits, which flash kernels require on every GPU."""
     if dtype in (torch.bfloat16, torch.float16):
         return None

@@ -61,9 +61,8 @@ _trial_results: dict[tuple[_Trial, type, str, torch.dtype], bool] = {}
 
 
 def isolate_recurrent_layers(model: nn.Module) -> int:
-    """Make every recurrent layer of a model reset its state at each document; return their number. Idempotent.
+    """Make a model's recurrent layers reset their state at each document, in place; return their number. Idempotent.
 
-    Only the instances are changed, not their classes, weights or names: checkpoints and copies stay as they are.
     Afterwards the model can only be called with boundaries, as in ``PackedBatch.model_inputs``.
     """
     layers = recurrent_layers(model)
@@ -103,23 +102,23 @@ def _isolated_forward(
     ``kwargs`` are those of ``packed_attention``. Calls in which documents could see each other are refused.
     """
     parallel: SequenceParallel | None = getattr(layer, _PARALLEL_ATTRIBUTE, None)
-    kwargs = reveal_boundaries(kwargs)
+    kwargs = reveal_boundaries(kwargs)  # which compiled layers hide
     refuse_leaks(layer, hidden_states, attention_mask, kwargs, parallel)
     if cache_params is not None:
         name = type(layer).__name__
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
-    run: RunIsolated = _run_each_document
-    if keeps_documents_apart(layer, hidden_states):
-        run = _run_packed  # in one call
+    # The class's own forward, in one call for all documents if it keeps them apart.
+    run: RunIsolated = _run_packed if keeps_documents_apart(layer, hidden_states) else _run_each_document
     shard: SequenceShard | None = kwargs.get("sequence_shard")
     if shard is not None:
         assert parallel is not None, "refuse_leaks has checked it"
         return _run_shard(layer, hidden_states, shard, parallel, run)
-    parents = kwargs.get("document_parents")
-    if parents is not None:
-        run = _with_prefixes(run, parents, layer, hidden_states)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-    return run(_class_forward(layer), hidden_states, varlen)
+    parents = kwargs.get("document_parents")
+    if parents is None:
+        return run(_class_forward(layer), hidden_states, varlen)
+    run_with_prefixes = _with_prefixes(run, parents, layer, hidden_states)
+    return run_with_prefixes(_class_forward(layer), hidden_states, varlen)
 
 
 class _PrefixState:
@@ -179,19 +178,20 @@ def _run_trees(
     outs: dict[int, Tensor] = {}  # by number of the document; some begin with the outputs of its prefixes
     if continues_states:
         outs = _run_from_states(forward, paths, parents)
-    others = [number for number in range(len(lengths)) if number not in outs]
+    others = {number: torch.cat(path, dim=1) for number, path in enumerate(paths) if number not in outs}
     if others:
-        complete = [torch.cat(paths[number], dim=1) for number in others]
-        outs |= dict(zip(others, _run_complete(forward, complete, run), strict=True))
+        outs |= _run_complete(forward, others, run)
     own_outs = [outs[number][:, -length:] for number, length in enumerate(lengths)]
     return torch.cat(own_outs, dim=1)
 
 
-def _run_complete(forward: _Forward, documents: Sequence[Tensor], run: RunIsolated) -> list[Tensor]:
-    """Run a layer on documents, (1, L, hidden) each, in one packed call; return their outputs."""
-    varlen = Varlen.of_lengths([tokens.shape[1] for tokens in documents], documents[0].device)
-    out = run(forward, torch.cat(list(documents), dim=1), varlen)
-    return [out[:, document] for document in varlen.documents(out.shape[1])]
+def _run_complete(forward: _Forward, documents: dict[int, Tensor], run: RunIsolated) -> dict[int, Tensor]:
+    """Run a layer on documents by number, (1, L, hidden) each, in one packed call; return their outputs by number."""
+    complete = list(documents.values())
+    varlen = Varlen.of_lengths([tokens.shape[1] for tokens in complete], complete[0].device)
+    out = run(forward, torch.cat(complete, dim=1), varlen)
+    outs = (out[:, document] for document in varlen.documents(out.shape[1]))
+    return dict(zip(documents, outs, strict=True))
 
 
 def _run_from_states(forward: _Forward, paths: Sequence[Sequence[Tensor]], parents: Sequence[int]) -> dict[int, Tensor]:
@@ -270,8 +270,7 @@ def _is_close(out: Tensor, expected: Tensor) -> bool:
 def _respects_boundaries(forward: _Forward, like: Tensor) -> bool:
     """Return whether a layer's forward keeps two random documents apart that are packed into one call.
 
-    If only the first document's states change, only its output may change. The output of both documents must equal that
-    of separate calls, up to rounding. States have the device, type and last dimension of ``like``.
+    If only the first changes, only its output may change. Both outputs must be those of separate calls, up to rounding.
     """
     first_length, _ = _TRIAL_LENGTHS
     states, changed_states = _trial_states(like)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.features import original_features, set_feature_ranks, towers_of_media
-from packtool.attention.kernel import LeakError, Varlen, add_up_rows, refuse_leaks, reveal_boundaries
+from packtool.attention.kernel import Kernel, LeakError, Varlen, add_up_rows, refuse_leaks, reveal_boundaries
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_unshareable_sequences
 from packtool.attention.parallel.blocks import choose_blocks
@@ -97,8 +97,9 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     name = attention_name(impl)
     if parallel is not None:
         refuse_unshareable_sequences(model.config.to_dict(), parallel.split.size)
-        name = f"{name}_shared"
+        name = f"{name}_shared"  # of all models with sequence parallelism; the last call counts
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
+    # Towers and recurrent layers exchange with the same ranks.
     set_feature_ranks(model, parallel)
     set_recurrent_ranks(model, parallel)
     set_text_attention(model, name)
@@ -140,14 +141,14 @@ def packed_attention(
         query: (1, Hq, T, D).
         key, value: (1, Hkv, T, D).
         attention_mask: must be None.
-        kwargs: what ``model_inputs`` of a ``PackedBatch``, ``TreeBatch`` or ``ShardedBatch`` adds for attention; the
-            layer's ``sliding_window``; and what ``set_attention`` registers: ``impl``, a value of ``--attn-impl``, and
-            ``parallel``. ``kernel`` or, for a shard, ``blocks`` overrides ``impl``.
+        kwargs: the boundaries of the documents, from ``model_inputs`` of a batch; the layer's ``sliding_window``; and
+            what ``set_attention`` registers: ``impl``, a value of ``--attn-impl``, and ``parallel``. ``kernel`` or, for
+            a shard, ``blocks`` overrides ``impl``.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
     """
-    kwargs = reveal_boundaries(kwargs)
+    kwargs = reveal_boundaries(kwargs)  # which compiled layers hide
     refuse_leaks(module, query, attention_mask, kwargs, kwargs.get("parallel"))
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries != num_keys:
@@ -184,21 +185,23 @@ def _attend_documents(
 ) -> Tensor:
     """Return the output (T, Hq, D) of a layer's call with document boundaries, perhaps with shared prefixes."""
     varlen = _boundaries(kwargs)
-    if varlen.keys is not None:  # those of each document: the tokens of its shared prefixes, then its own
+    if varlen.keys is not None:  # each document's keys are those of its shared prefixes, then its own
         k, v = GatherTokens.apply(kwargs["key_index"], k, v)
-    kernel = kwargs.get("kernel")
-    if kernel is None:
-        head_dim = max(q.shape[-1], v.shape[-1])
-        impl = kwargs.get("impl", AUTO)
-        kernel = choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=head_dim)
+    kernel = kwargs.get("kernel") or _chosen_kernel(kwargs.get("impl", AUTO), q, v, needs_dropout=dropout > 0)
     attend = partial(kernel.attend, scale=scaling, window=window, dropout=dropout)
-    out = attend(q, k, v, varlen)
+    causal_out = attend(q, k, v, varlen)
+    # In some models, in all layers or in those with windows, tokens of a picture see each other in both directions.
     pictures: WholePictures | None = kwargs.get("whole_pictures")
     if pictures is None or (pictures.only_windows and window is None):
-        return out  # causal attention in the complete sequence
+        return causal_out
     picture_keys = pictures.keys(window, q.device)
     picture_out = _attend_pictures(q, k, v, picture_keys, attend)
-    return out.index_copy(0, picture_keys.queries, picture_out)
+    return causal_out.index_copy(0, picture_keys.queries, picture_out)
+
+
+def _chosen_kernel(impl: str, q: Tensor, v: Tensor, *, needs_dropout: bool) -> Kernel:
+    head_dim = max(q.shape[-1], v.shape[-1])
+    return choose(impl, q.device, q.dtype, needs_dropout=needs_dropout, head_dim=head_dim)
 
 
 def _boundaries(kwargs: dict[str, Any]) -> Varlen:
@@ -218,10 +221,7 @@ def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend:
 
 
 class GatherTokens(torch.autograd.Function):
-    """Gather tokens that several documents use, such as the keys and values of a shared prefix.
-
-    The backward pass adds up each token's gradients in a fixed order, see ``add_up_rows``.
-    """
+    """Gather tokens that several documents use, such as the keys and values of a shared prefix."""
 
     @staticmethod
     def forward(ctx: Any, index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -262,7 +262,7 @@ def tower_attention(
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")
     q, k, v = _to_kernel_layout(query, key, value)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], causal=False)
-    kernel = kwargs.get("kernel") or choose(AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1])
+    kernel = kwargs.get("kernel") or _chosen_kernel(AUTO, q, v, needs_dropout=dropout > 0)
     return kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout).unsqueeze(0), None
 
 

@@ -30,13 +30,16 @@ class SdpaKernel(Kernel):
         """Implement ``attend``; the result is contiguous."""
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
+        has_groups = q.shape[1] != k.shape[1]
         for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.key_boundaries.documents(len(k)), strict=True):
             # (1, H, T, D) each.
             query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
             for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, varlen.causal, q.device):
                 heads = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-                causal, has_groups = mask is None and varlen.causal, q.shape[1] != k.shape[1]
-                out = F.scaled_dot_product_attention(*heads, mask, dropout, causal, scale=scale, enable_gqa=has_groups)
+                is_causal = varlen.causal and mask is None
+                out = F.scaled_dot_product_attention(
+                    *heads, mask, dropout, is_causal, scale=scale, enable_gqa=has_groups
+                )
                 outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
 
@@ -46,33 +49,32 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Split one document into blocks, each computed in one call: yield its slices of queries and keys, and its mask.
 
-    The last query and the last key are the same token; a shared prefix has keys and no queries. The mask, bool
-    (queries, keys), is True where a query sees a key; None if the document needs no mask.
+    The document's last query and last key are the same token; keys before the first query are those of a shared prefix.
+    The mask is that of ``_mask``; None if the call of torch needs none.
     """
     if window is not None and num_keys <= window:
         window = None  # it contains the complete document
     prefix_length = num_keys - num_queries
-    needs_mask = window is not None or (causal and prefix_length > 0)
-    if not needs_mask:
+    if window is None and (not causal or prefix_length == 0):  # torch's own causal mask suffices
         yield slice(0, num_queries), slice(0, num_keys), None
         return
     # A mask of the complete document would need memory that grows with the square of its length.
     block_size = _PREFIX_BLOCK_QUERIES if window is None else window
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)
-        # Positions, and indexes of keys, are counted from the start of the prefix.
-        first_position, end_position = prefix_length + start, prefix_length + stop
-        end_key = end_position if causal else num_keys
-        first_key = 0 if window is None else max(0, first_position - window + 1)  # that the first query sees
-        query_positions = torch.arange(first_position, end_position, device=device)
-        key_positions = torch.arange(first_key, end_key, device=device)
-        yield slice(start, stop), slice(first_key, end_key), _mask(query_positions, key_positions, window, causal)
+        positions = range(prefix_length + start, prefix_length + stop)  # of the queries among the keys
+        first_key = 0 if window is None else max(0, positions[0] - window + 1)
+        end_key = positions.stop if causal else num_keys
+        mask = _mask(positions, range(first_key, end_key), window, causal, device)
+        yield slice(start, stop), slice(first_key, end_key), mask
 
 
-def _mask(query_positions: Tensor, key_positions: Tensor, window: int | None, causal: bool) -> Tensor:
+def _mask(
+    query_positions: range, key_positions: range, window: int | None, causal: bool, device: torch.device
+) -> Tensor:
     """Return bool (queries, keys): True where a key is in the query's window and, if causal, not after the query."""
-    queries = query_positions.unsqueeze(1)
-    keys = key_positions.unsqueeze(0)
+    queries = torch.arange(query_positions.start, query_positions.stop, device=device).unsqueeze(1)
+    keys = torch.arange(key_positions.start, key_positions.stop, device=device).unsqueeze(0)
     mask = keys <= queries if causal else torch.ones_like(keys <= queries)
     if window is not None:
         mask &= keys > queries - window

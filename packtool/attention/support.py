@@ -56,9 +56,9 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     text_config = config.get_text_config()
     settings: dict[str, Any] = text_config.to_dict()
     _refuse_layers(config.model_type, text_config.model_type, settings)
-    # transformers does not set the attribute for models with recurrent layers; those that are isolated get a trial.
-    is_isolated = text_config.model_type in ISOLATED_MODEL_TYPES
-    if not is_isolated and not getattr(model_class, "_supports_attention_backend", False):
+    # transformers does not set the attribute for models with recurrent layers, which packtool can reset at documents.
+    resets_recurrent_layers = text_config.model_type in ISOLATED_MODEL_TYPES
+    if not resets_recurrent_layers and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{model_class.__name__} does not take its attention function from transformers' attention interface, "
             "so packed samples cannot be kept apart",
@@ -67,7 +67,7 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     _refuse_attention_settings(config.model_type, settings)
     trial_key = model_class, config.to_json_string()
     if trial_key not in _PASSED_TRIALS:
-        _try_two_documents(config, model_class)
+        _refuse_leaks_in_trial(config, model_class)
         _PASSED_TRIALS.add(trial_key)
 
 
@@ -111,12 +111,8 @@ def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> No
         )
 
 
-def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
-    """Call a model on two documents on the meta device; raise UnsupportedModelError if its attention could leak.
-
-    The model passes if every layer calls ``packed_attention`` or is an isolated recurrent layer. It also passes if the
-    call fails for another reason than boundaries, because not every operation exists on the meta device.
-    """
+def _refuse_leaks_in_trial(config: PreTrainedConfig, model_class: Any) -> None:
+    """Call a model on two documents on the meta device; raise UnsupportedModelError if its attention could leak."""
     try:
         num_separated = _count_separated_layers(copy.deepcopy(config), model_class)
     except UnsupportedModelError:  # packed_attention has refused a feature of a layer
@@ -141,8 +137,7 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
 def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
     """Call a model on two documents on the meta device; return the number of layers that keep documents apart.
 
-    Those are calls of ``packed_attention`` and isolated recurrent layers. transformers writes the name of the attention
-    into ``config``.
+    Such layers call ``packed_attention``, or are isolated recurrent layers. ``config`` gets the attention's name.
     """
     num_attention_calls = 0
 
@@ -155,20 +150,18 @@ def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS)
     boundaries: dict[str, Any] = {"cu_seq_lens_q": varlen.cu_seqlens, "max_length_q": varlen.max_seqlen}
     boundaries |= {"cu_seq_lens_k": varlen.cu_seqlens, "max_length_k": varlen.max_seqlen}
+    boundaries["document_lengths"] = _TRIAL_LENGTHS  # the same, on the host
     with without_zero3(), torch.device("meta"):
         model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
     num_recurrent = isolate_recurrent_layers(model)
     input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
     with torch.no_grad():
-        model(input_ids=input_ids, use_cache=False, **boundaries, document_lengths=_TRIAL_LENGTHS)
+        model(input_ids=input_ids, use_cache=False, **boundaries)
     return num_attention_calls + num_recurrent
 
 
 def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
-    """Raise a MismatchError for keyword arguments of a forward pass with which packed samples could see each other.
-
-    This is for inputs that were made or changed outside of packtool; those of ``PackedBatch.model_inputs`` pass.
-    """
+    """Raise a MismatchError for keyword arguments of a forward pass with which packed samples could see each other."""
     problems = []
     if inputs.get("use_cache") is not False:
         problems.append("the key-value cache is on, which lets transformers' attention see all of it: use_cache=False")
@@ -201,11 +194,8 @@ def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
 
 
 def _key_problems(inputs: Mapping[str, Any], query_cu_seqlens: Sequence[int]) -> list[str]:
-    """Describe what is wrong with the boundaries of keys, for documents that share prefixes.
-
-    ``query_cu_seqlens`` are the boundaries of the documents in the sequence, without prefixes.
-    """
-    key_index: list[int] = inputs["key_index"].tolist()  # of each document: the tokens of its prefix, then its own
+    """Describe what is wrong with the boundaries of keys, for documents that share prefixes."""
+    key_index: list[int] = inputs["key_index"].tolist()  # positions in the sequence: each document's prefix and itself
     key_cu_seqlens: list[int] = inputs["cu_seq_lens_k"].tolist()  # boundaries of the documents in ``key_index``
     first, last = key_cu_seqlens[0], key_cu_seqlens[-1]
     num_documents, num_key_documents = len(query_cu_seqlens) - 1, len(key_cu_seqlens) - 1
@@ -216,16 +206,16 @@ def _key_problems(inputs: Mapping[str, Any], query_cu_seqlens: Sequence[int]) ->
         ]
     key_lengths = [stop - start for start, stop in pairwise(key_cu_seqlens)]
     problems = _length_problems(inputs, key_lengths, "k", "key_lengths")
-    document = _first_without_own_keys(key_index, key_cu_seqlens, query_cu_seqlens)
+    document = _first_document_without_own_keys(key_index, key_cu_seqlens, query_cu_seqlens)
     if document is not None:
         problems.append(f"the keys of document {document} do not end with its own tokens")
     return problems
 
 
-def _first_without_own_keys(
+def _first_document_without_own_keys(
     key_index: Sequence[int], key_cu_seqlens: Sequence[int], cu_seqlens: Sequence[int]
 ) -> int | None:
-    """Return the first document whose keys do not end with its own tokens; None if there is none."""
+    """Return the number of the first document whose keys do not end with its own tokens; None if there is none."""
     bounds = zip(pairwise(cu_seqlens), pairwise(key_cu_seqlens), strict=True)
     for document, ((start, stop), (key_start, key_stop)) in enumerate(bounds):
         own_key_start = max(key_stop - (stop - start), key_start)  # not before the document's first key
@@ -260,16 +250,16 @@ def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
         ]
     text_positions = positions[0, 0] if positions.ndim == 3 else positions[0]
     key_index = inputs.get("key_index")
-    if key_index is not None:  # for each sample the tokens of its prefix, then its own
-        if _counts_from_zero(text_positions[key_index], inputs["cu_seq_lens_k"].long()):
-            return []
-        return ["position_ids do not count from 0 through every sample and its prefix"]
-    cu_seqlens = inputs["cu_seq_lens_q"].long()
-    is_empty = cu_seqlens.diff() == 0
-    starts = cu_seqlens[:-1][~is_empty]
-    if text_positions[starts].any():
-        return ["position_ids do not begin at 0 in every sample"]
-    return []
+    if key_index is None:
+        cu_seqlens = inputs["cu_seq_lens_q"].long()
+        is_empty = cu_seqlens.diff() == 0
+        sample_starts = cu_seqlens[:-1][~is_empty]
+        begins_at_zero = not text_positions[sample_starts].any()
+        return [] if begins_at_zero else ["position_ids do not begin at 0 in every sample"]
+    # With shared prefixes, only the keys of a sample are all of its tokens.
+    if _counts_from_zero(text_positions[key_index], inputs["cu_seq_lens_k"].long()):
+        return []
+    return ["position_ids do not count from 0 through every sample and its prefix"]
 
 
 def _counts_from_zero(key_positions: Tensor, key_cu_seqlens: Tensor) -> bool:

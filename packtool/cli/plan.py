@@ -182,9 +182,9 @@ def _recomputation(config: PlanConfig, preview: Preview) -> list[tuple[dict[str,
     """Return figures and a line about the layers that ``--gradient-checkpointing auto`` recomputes, for each stage."""
     with terminal_progress() as progress:
         progress.start("planning recomputation", None)
-        from packtool.train.model.recompute import plan_layers_of_preview
+        from packtool.train.model.recompute import plan_recomputation_of_preview
 
-        return plan_layers_of_preview(config, preview)
+        return plan_recomputation_of_preview(config, preview)
 
 
 def _loading_times(config: PlanConfig, preview: Preview) -> LoadingTimes:

@@ -59,7 +59,7 @@ def test_models_that_can_be_isolated_pass(name: str) -> None:
 )
 def test_full_size_models_pass(config_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the trial, which takes half a second each."""
-    monkeypatch.setattr("packtool.attention.support._try_two_documents", lambda *args: None)
+    monkeypatch.setattr("packtool.attention.support._refuse_leaks_in_trial", lambda *args: None)
     refuse_unsupported(config_class())
     for hybrid in (Qwen3NextConfig(), Qwen3_5Config()):
         refuse_unsupported(hybrid)
@@ -118,7 +118,7 @@ def test_trial_pass_detects_unsupported_models(forward: Any, reason: str, monkey
 def test_trial_pass_runs_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(support, "_PASSED_TRIALS", set())
-    monkeypatch.setattr(support, "_try_two_documents", lambda config, _: tried.append(config.hidden_size))
+    monkeypatch.setattr(support, "_refuse_leaks_in_trial", lambda config, _: tried.append(config.hidden_size))
     for hidden_size in (32, 32, 64):
         refuse_unsupported(LlamaConfig(**SMALL | {"hidden_size": hidden_size}))
     assert tried == [32, 64]

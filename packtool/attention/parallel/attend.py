@@ -75,7 +75,7 @@ class AttentionTensors(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """One layer's attention to a shared sequence; ``window`` is that of a sliding layer, not with a ring."""
 
     parallel: SequenceParallel
@@ -153,19 +153,20 @@ def attend_shard(
         q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded documents.
         k, v: (T, Hkv, D).
         scale: factor on the scores, by default 1 / sqrt(D).
-        window: a query sees itself and at most ``window - 1`` tokens before it; not supported with a ring or prefixes.
+        window: a query sees itself and at most ``window - 1`` tokens before it. UnsupportedModelError with a ring, or
+            with shared prefixes.
     """
     if window is not None:
-        _refuse_cut_windows(shard, parallel)
+        _refuse_windows_over_blocks(shard, parallel)
     num_sharded = sum(shard.sharded_lengths) // parallel.split.size  # this rank's tokens of the sharded documents
     assert len(q) == shard.num_local + num_sharded, "the tokens are not those of this shard"
     layout = shard_layout(shard, q.device)
-    call = Call(parallel, shard, kernel, scale=default_scale(q, scale), window=window, layout=layout)
+    call = AttentionCall(parallel, shard, kernel, default_scale(q, scale), window, layout)
     return _Attend.apply(q, k, v, call)
 
 
-def _refuse_cut_windows(shard: SequenceShard, parallel: SequenceParallel) -> None:
-    """Raise for a layer with a sliding window if keys inside of the window would be in other blocks than the query."""
+def _refuse_windows_over_blocks(shard: SequenceShard, parallel: SequenceParallel) -> None:
+    """Raise if a query's keys may be in several blocks, which attention with a sliding window does not support."""
     if parallel.split.ring_size > 1:
         problem = "a layer has a sliding window, which chunks on a ring would cut"
         raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")
@@ -178,7 +179,7 @@ class _Attend(torch.autograd.Function):
     """Attention of local and sharded documents; local ones are computed during the first exchange of the others."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         """Return the output (T, Hq, D): first of the local documents, then of the sharded ones, as in q, k and v."""
         num_local = call.shard.num_local
         local_q, local_k, local_v = _local_inputs(call, q, k, v)
@@ -193,46 +194,56 @@ class _Attend(torch.autograd.Function):
         saved_sharded: tuple[Tensor | None, ...] = ()
         if call.shard.sharded_lengths:
             inputs = q[num_local:], k[num_local:], v[num_local:]
-            sharded_out, sharded = _sharded_forward(call, *inputs, during_exchange=attend_locally)
-            # Without Ulysses, the output is saved as a part of ``result``. With it, it has other tokens and heads.
-            saved_out = sharded.out if call.has_ulysses else None
-            saved_sharded = sharded.q, sharded.k, sharded.v, saved_out, sharded.lse
+            # Calls ``attend_locally`` while its first exchange is under way.
+            sharded_out, saved = _sharded_forward(call, *inputs, during_exchange=attend_locally)
+            # Without Ulysses, ``result`` has the same output.
+            separate_out = saved.out if call.has_ulysses else None
+            saved_sharded = saved.q, saved.k, saved.v, separate_out, saved.lse
         else:
             attend_locally()
         result = _concatenate(local_out, sharded_out)
-        ctx.call = call
+        ctx.call, ctx.num_key_heads = call, k.shape[1]
         ctx.save_for_backward(result, local_q, local_k, local_v, local_lse, *saved_sharded)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v, and None for the call."""
-        call: Call = ctx.call
+        call: AttentionCall = ctx.call
         num_local = call.shard.num_local
-        result, local_q, local_k, local_v, local_lse, *saved_sharded = ctx.saved_tensors
+        local, sharded = _saved_tensors(ctx)
         local_gradients: Gradients | tuple[None, None, None] = (None, None, None)
 
         def differentiate_locally() -> None:
             nonlocal local_gradients
             if num_local:
-                local = AttentionTensors(local_q, local_k, local_v, result[:num_local], local_lse)
                 local_gradients = call.kernel.bwd(grad[:num_local].contiguous(), *local, call.local_block)
 
         sharded_gradients: Gradients | tuple[None, None, None] = (None, None, None)
-        if call.shard.sharded_lengths:
-            q, k, v, saved_out, lse = saved_sharded
-            out = saved_out if call.has_ulysses else result[num_local:]
-            sharded = AttentionTensors(q, k, v, out, lse)
-            num_key_heads = local_k.shape[1]  # of all samples, local and sharded
-            # Local gradients are computed while keys and values are exchanged.
-            sharded_gradients = _sharded_backward(call, grad[num_local:], sharded, num_key_heads, differentiate_locally)
+        if sharded is not None:
+            # Calls ``differentiate_locally`` while its first exchange is under way.
+            sharded_gradients = _sharded_backward(
+                call, grad[num_local:], sharded, ctx.num_key_heads, during_exchange=differentiate_locally
+            )
         else:
             differentiate_locally()
         dq, dk, dv = map(_concatenate, local_gradients, sharded_gradients)
         return dq, dk, dv, None
 
 
-def _local_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+def _saved_tensors(ctx: Any) -> tuple[AttentionTensors, AttentionTensors | None]:
+    """Return what ``forward`` has saved of local documents, and of sharded documents or None if there are none."""
+    num_local = ctx.call.shard.num_local
+    result, q, k, v, lse, *sharded = ctx.saved_tensors
+    local = AttentionTensors(q, k, v, result[:num_local], lse)
+    if not sharded:
+        return local, None
+    q, k, v, separate_out, lse = sharded
+    out = result[num_local:] if separate_out is None else separate_out
+    return local, AttentionTensors(q, k, v, out, lse)
+
+
+def _local_inputs(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Return q, k and v of the local documents, which are saved for the backward pass."""
     num_local = call.shard.num_local
     local_q, local_k, local_v = q[:num_local], k[:num_local], v[:num_local]
@@ -251,21 +262,18 @@ def _concatenate(local: Tensor | None, sharded: Tensor | None) -> Tensor:
 
 
 def _sharded_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task
 ) -> tuple[Tensor, AttentionTensors]:
-    """Return the output of this rank's sharded tokens, and the tensors for the backward pass.
-
-    With Ulysses, the tensors for the backward pass have all tokens of the U ranks, and this rank's share of the heads.
-    """
+    """Return the output of this rank's sharded tokens, and the tensors that ``_sharded_backward`` needs."""
     if not call.has_ulysses:
-        out, lse = _ring_forward(call, q, k, v, during_exchange)
+        out, lse = _forward_over_ring(call, q, k, v, during_exchange)
         return out, AttentionTensors(q, k, v, out, lse)
     q, k, v = _scatter_inputs(call, q, k, v, during_exchange)
-    out, lse = _ring_forward(call, q, k, v, during_exchange=lambda: None)
+    out, lse = _forward_over_ring(call, q, k, v, during_exchange=lambda: None)
     return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
 
 
-def _scatter_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task) -> Gradients:
+def _scatter_inputs(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task) -> Gradients:
     """Exchange q, k and v (T, H, D) of this rank's tokens for those of the U ranks' tokens, (U * T, H / U, D)."""
     num_ranks = call.parallel.split.ulysses_size
     num_copies = call.num_copies(num_key_heads=k.shape[1])
@@ -296,18 +304,19 @@ def _split_heads(joined: Tensor, num_heads: list[int], head_dims: list[int]) -> 
 
 
 def _sharded_backward(
-    call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int, during_exchange: _Task
+    call: AttentionCall, grad: Tensor, saved: AttentionTensors, num_key_heads: int, during_exchange: _Task
 ) -> Gradients:
     """Return the gradients of q, k and v of this rank's sharded tokens, from the gradient of their output (T, Hq, D).
 
-    ``saved`` are the tensors of ``_sharded_forward``; ``num_key_heads`` are those of k and v before it repeated them.
+    ``saved`` are the tensors of ``_sharded_forward``, and ``num_key_heads`` the heads of k and v in its arguments.
     """
     if not call.has_ulysses:
-        return _ring_backward(call, grad.contiguous(), saved, during_exchange)
+        return _backward_over_ring(call, grad.contiguous(), saved, during_exchange)
     wait_for_grad = scatter_heads(grad, call.parallel.ulysses)
     during_exchange()
-    gradients = _ring_backward(call, wait_for_grad(), saved, during_exchange=lambda: None)
+    gradients = _backward_over_ring(call, wait_for_grad(), saved, during_exchange=lambda: None)
     dq, dk, dv = _gather_gradients(call, gradients)
+    # If the forward pass repeated heads of k and v, all copies of a head are neighbours.
     num_copies = call.num_copies(num_key_heads)
     if num_copies > 1:
         dk = torch.unflatten(dk, 1, (num_key_heads, num_copies)).sum(2)
@@ -315,7 +324,7 @@ def _sharded_backward(
     return dq, dk, dv
 
 
-def _gather_gradients(call: Call, gradients: Gradients) -> Gradients:
+def _gather_gradients(call: AttentionCall, gradients: Gradients) -> Gradients:
     """Exchange dq, dk and dv of this rank's heads and all U ranks' tokens for those of all heads, in one exchange."""
     heads_per_rank = [tensor.shape[1] for tensor in gradients]
     head_dims = [tensor.shape[-1] for tensor in gradients]
@@ -337,27 +346,37 @@ def _split_kv(kv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     return kv[..., :key_dim], kv[..., key_dim:]
 
 
-def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task) -> tuple[Tensor, Tensor]:
-    """Return out (T, Hq, D) and lse (Hq, T) of this rank's queries, over the keys of all ring ranks.
-
-    K and V of every rank travel around the ring, from each rank to the next; each rank attends to what it receives.
-    """
-    if call.gathers_keys:
-        return _gather_forward(call, q, k, v, during_exchange)
+def _forward_over_ring(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task
+) -> tuple[Tensor, Tensor]:
+    """Return out (T, Hq, D) and lse (Hq, T) of this rank's queries, over the keys of all ring ranks."""
     if call.needs_own_block_only:
         during_exchange()
         return call.kernel.fwd(q, k, v, call.own_block)
+    forward = _gather_forward if call.gathers_keys else _ring_forward
+    return forward(call, q, k, v, during_exchange)
+
+
+def _ring_forward(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task
+) -> tuple[Tensor, Tensor]:
+    """Attend to K and V of every ring rank, which travel around the ring, from each rank to the next."""
     for num_hops, kv in enumerate(_kv_around_ring(call, k, v)):
-        if num_hops == 0:
+        if num_hops == 0:  # the first transfer is under way
             during_exchange()
-            own_out, lse = call.kernel.fwd(q, k, v, call.own_block)
-            out = own_out.to(lse.dtype)  # the precision in which outputs are merged
+            out, lse = _own_forward(call, q, k, v)
         for visible in call.visible_after(num_hops):
             out, lse = _merge_keys(call, visible, q, kv, (out, lse))
-    return out.to(own_out.dtype), lse
+    return out.to(q.dtype), lse
 
 
-def _kv_around_ring(call: Call, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+def _own_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse of this rank's queries over its own keys, both in the precision of merging."""
+    out, lse = call.kernel.fwd(q, k, v, call.own_block)
+    return out.to(lse.dtype), lse
+
+
+def _kv_around_ring(call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[Tensor]:
     """Yield K and V, side by side, of this rank and of those before it; pass each on while the caller computes."""
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
     kv = torch.cat([k, v], dim=-1)
@@ -369,74 +388,74 @@ def _kv_around_ring(call: Call, k: Tensor, v: Tensor) -> Iterator[Tensor]:
 
 
 def _merge_keys(
-    call: Call, visible: VisibleKeys, q: Tensor, kv: Tensor, result: tuple[Tensor, Tensor]
+    call: AttentionCall, visible: VisibleKeys, q: Tensor, kv: Tensor, result: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and lse of this rank's queries, merged from ``result`` and their attention to received keys.
+    """Merge attention to received keys into ``result``, (out, lse) over other keys; return both, for all queries.
 
-    Args:
-        kv: (received tokens, Hkv, D of k and v side by side).
-        result: out (T, Hq, D) and lse (Hq, T) over other keys; out in the precision of lse.
+    ``kv`` is (received tokens, Hkv, D of k and v side by side).
     """
     out, lse = result
-    queries = visible.queries
+    rows, key_rows = visible.query_rows, visible.key_rows
     k, v = _split_kv(kv, key_dim=q.shape[-1])
-    block_out, block_lse = call.kernel.fwd(q[queries], k[visible.keys], v[visible.keys], call.block_of(visible))
-    merged, merged_lse = merge_outputs(out[queries], lse[:, queries], block_out, block_lse)
-    if isinstance(queries, slice):  # all queries
+    block_out, block_lse = call.kernel.fwd(q[rows], k[key_rows], v[key_rows], call.block_of(visible))
+    merged, merged_lse = merge_outputs(out[rows], lse[:, rows], block_out, block_lse)
+    if isinstance(rows, slice):  # all queries
         return merged, merged_lse
-    return out.index_copy(0, queries, merged), lse.index_copy(1, queries, merged_lse)
+    return out.index_copy(0, rows, merged), lse.index_copy(1, rows, merged_lse)
 
 
-def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors, during_exchange: _Task) -> Gradients:
-    """Return the gradients of q, k and v of this rank's tokens, from the gradient of their output (T, Hq, D).
-
-    K and V travel around the ring again. Behind them travel the sums of their gradients: each rank adds its part, and
-    the last transfer takes the sums to the rank of the keys.
-    """
-    if call.gathers_keys:
-        return _gather_backward(call, grad, saved, during_exchange)
+def _backward_over_ring(
+    call: AttentionCall, grad: Tensor, saved: AttentionTensors, during_exchange: _Task
+) -> Gradients:
+    """Return the gradients of q, k and v of this rank's tokens, from the gradient of their output (T, Hq, D)."""
     if call.needs_own_block_only:
         during_exchange()
         return call.kernel.bwd(grad, *saved, call.own_block)
-    ring = call.parallel.ring
+    backward = _gather_backward if call.gathers_keys else _ring_backward
+    return backward(call, grad, saved, during_exchange)
+
+
+def _ring_backward(call: AttentionCall, grad: Tensor, saved: AttentionTensors, during_exchange: _Task) -> Gradients:
+    """Pass K and V around the ring again, and after them their gradients, to which each rank adds its part."""
+    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
     for num_hops, kv in enumerate(_kv_around_ring(call, saved.k, saved.v)):
-        if num_hops == 0:
+        if num_hops == 0:  # the first transfer is under way
             during_exchange()
-            own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, call.own_block)
-            dq = own_dq.to(saved.lse.dtype)  # float32 for inputs of 16 bits
-            dkv = torch.cat([own_dk, own_dv], dim=-1).to(saved.lse.dtype)  # sums for the keys in ``kv``
+            dq, dkv = _own_gradients(call, grad, saved)
         else:
-            # The sums for the keys that have just arrived follow while this rank computes its part of them.
             wait_for_dkv = start_ring_transfer(dkv, ring)
+        # Computed while the gradients of the keys that have just arrived follow these keys.
         blocks = call.visible_after(num_hops)
         gradients = [_block_gradients(call, visible, grad, saved, kv) for visible in blocks]
         if num_hops > 0:
             dkv = wait_for_dkv()
         _accumulate_gradients(dq, dkv, blocks, gradients)
-    if call.parallel.split.ring_size > 1:
-        dkv = start_ring_transfer(dkv, ring)()  # home to the rank of the keys
+    if ring_size > 1:  # one more transfer, to the rank of the keys
+        wait_for_dkv = start_ring_transfer(dkv, ring)
+        dkv = wait_for_dkv()
     dk, dv = _split_kv(dkv, saved.k.shape[-1])
     dtype = saved.q.dtype
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
+def _own_gradients(call: AttentionCall, grad: Tensor, saved: AttentionTensors) -> tuple[Tensor, Tensor]:
+    """Return dq, and dk and dv side by side, from this rank's own keys, in the precision of sums (that of lse)."""
+    dq, dk, dv = call.kernel.bwd(grad, *saved, call.own_block)
+    return dq.to(saved.lse.dtype), torch.cat([dk, dv], dim=-1).to(saved.lse.dtype)
+
+
 def _block_gradients(
-    call: Call, visible: VisibleKeys, grad: Tensor, saved: AttentionTensors, kv: Tensor
+    call: AttentionCall, visible: VisibleKeys, grad: Tensor, saved: AttentionTensors, kv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients that the attention of the queries in ``visible`` to its keys contributes.
+    """Return dq of the queries in ``visible``, and dk and dv side by side of the keys in ``visible``, from these alone.
 
-    Args:
-        grad: (T, Hq, D), gradient of the output of all of this rank's queries.
-        kv: (received tokens, Hkv, D of k and v side by side), of one ring rank, or gathered from all.
-
-    Returns:
-        dq of the queries in ``visible``; dk and dv, side by side as in ``kv``, of the keys in ``visible``.
+    ``grad`` and ``saved`` are of all queries of this rank; ``kv`` is (received tokens, Hkv, D of k and v side by side).
     """
-    queries = visible.queries
+    rows, key_rows = visible.query_rows, visible.key_rows
     k, v = _split_kv(kv, key_dim=saved.k.shape[-1])
-    inputs = saved.q[queries], k[visible.keys], v[visible.keys]
-    out, lse = saved.out[queries], saved.lse[:, queries]  # over the keys of all blocks
-    dq, dk, dv = call.kernel.bwd(grad[queries], *inputs, out, lse, call.block_of(visible))
+    inputs = saved.q[rows], k[key_rows], v[key_rows]
+    final_out, final_lse = saved.out[rows], saved.lse[:, rows]  # over all keys, not only those in ``visible``
+    dq, dk, dv = call.kernel.bwd(grad[rows], *inputs, final_out, final_lse, call.block_of(visible))
     return dq, torch.cat([dk, dv], dim=-1)
 
 
@@ -445,8 +464,8 @@ def _accumulate_gradients(
 ) -> None:
     """Add the results of ``_block_gradients`` of some blocks to all queries' dq and received keys' dkv, in place."""
     for visible, (block_dq, block_dkv) in zip(blocks, gradients, strict=True):
-        _add_to_rows(dq, visible.queries, block_dq)
-        _add_to_rows(dkv, visible.keys, block_dkv, repeats=visible.repeats_keys)
+        _add_to_rows(dq, visible.query_rows, block_dq)
+        _add_to_rows(dkv, visible.key_rows, block_dkv, repeats=visible.repeats_keys)
 
 
 def _add_to_rows(total: Tensor, rows: Rows, part: Tensor, *, repeats: bool = False) -> None:
@@ -460,19 +479,20 @@ def _add_to_rows(total: Tensor, rows: Rows, part: Tensor, *, repeats: bool = Fal
         total.index_add_(0, rows, part.to(total.dtype))
 
 
-def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task) -> tuple[Tensor, Tensor]:
+def _gather_forward(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, during_exchange: _Task
+) -> tuple[Tensor, Tensor]:
     """Do the same as ``_ring_forward``, but gather K and V of all ring ranks at once."""
     wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
     during_exchange()
-    own_out, lse = call.kernel.fwd(q, k, v, call.own_block)
-    out = own_out.to(lse.dtype)
+    out, lse = _own_forward(call, q, k, v)
     gathered_kv = wait_for_kv()
     for visible in call.layout.from_all_ranks:
         out, lse = _merge_keys(call, visible, q, gathered_kv, (out, lse))
-    return out.to(own_out.dtype), lse
+    return out.to(q.dtype), lse
 
 
-def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors, during_exchange: _Task) -> Gradients:
+def _gather_backward(call: AttentionCall, grad: Tensor, saved: AttentionTensors, during_exchange: _Task) -> Gradients:
     """Do the same as ``_ring_backward``, but gather K and V of all ring ranks at once."""
     # Gathered again, not saved: sequence parallelism is to avoid keeping K and V of all ranks and all layers.
     wait_for_kv = start_all_gather(torch.cat([saved.k, saved.v], dim=-1), call.parallel.ring)

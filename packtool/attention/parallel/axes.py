@@ -75,12 +75,9 @@ def has_sliding_windows(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
-    """Raise if several ranks cannot share the sequences of a model.
+    """Raise if several ranks cannot share the sequences of a model, by its ``config.json``.
 
-    Args:
-        config: the model's ``config.json``.
-        num_ranks: P, the ranks that would share a sequence; 1 if their number is not known yet.
-        trained: whether the model will be trained, so that dropout of attention weights is refused, too.
+    ``num_ranks`` is 1 if their number is not known yet. If the model is ``trained``, it must have no attention dropout.
     """
     text = text_config_of(config)
     if family_of(config).whole_pictures:  # attention in both directions
@@ -150,9 +147,7 @@ class Axes:
 def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, ranks_per_node: int) -> Axes:
     """Choose how ranks share a sequence: as the options request, or with ``auto`` so that they exchange the least data.
 
-    Args:
-        typical_length: mean length of the samples, weighted by their tokens.
-        ranks_per_node: processes of one machine.
+    ``typical_length`` is the mean length of the samples, weighted by their tokens.
     """
     num_ranks = options.sequence_parallel_ranks
     if num_ranks == 1:
@@ -166,8 +161,10 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     if requested_ulysses is None:
         axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
-        axes, reason = candidates[0], "as asked"  # the only candidate
-    if axes.ring_size > 1 and options.sequence_parallel_type not in ("ring", "allgather"):
+        (axes,), reason = candidates, "as asked"
+    chooses_exchange = options.sequence_parallel_type not in ("ring", "allgather")
+    if axes.ring_size > 1 and chooses_exchange:
+        # In a ring, attention to one chunk must take longer than sending the next one.
         verdict = "long enough" if axes.kv_exchange == "ring" else "too short"
         chunk_tokens = _chunk_tokens(axes, typical_length)
         reason += f"; chunks of about {chunk_tokens:,} tokens are {verdict} to hide the next one's way"

@@ -28,14 +28,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packtool.attention.kernel import Varlen, needs_fast_gpu, pad_heads
+from packtool.attention.kernel import Varlen, fast_gpu_error, pad_heads
 from packtool.batch.prefix_tree import ROOT
-from packtool.batch.shard import SequenceShard
+from packtool.batch.shard import Int64Array, SequenceShard
 from packtool.config.packing import SEQUENCE_PARALLEL_KERNELS
 from packtool.errors import ConfigError
 
@@ -261,14 +260,15 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
             "only",
             "Use --attn-impl auto: on CUDA that is torch's flash attention 2.",
         )
-    if impl == "varlen" and (error := needs_fast_gpu("torch's varlen", device, dtype)):
-        raise ConfigError(f"--attn-impl varlen: {error.message}", error.remedy)
-    has_cuda_flash = needs_fast_gpu("flash", device, dtype) is None and max(head_dims) <= _MAX_CUDA_FLASH_HEAD_DIM
-    if impl in ("auto", "varlen") and has_cuda_flash:
+    gpu_error = fast_gpu_error("torch's varlen", device, dtype)
+    if impl == "varlen" and gpu_error is not None:
+        raise ConfigError(f"--attn-impl varlen: {gpu_error.message}", gpu_error.remedy)
+    has_cuda_flash = gpu_error is None and max(head_dims) <= _MAX_CUDA_FLASH_HEAD_DIM
+    if has_cuda_flash and impl in ("auto", "varlen"):
         return CudaFlashBlockKernel()
     query_dim, value_dim = head_dims
     has_cpu_flash = device.type == "cpu" and hasattr(torch.ops.aten, _CPU_FLASH) and query_dim == value_dim
-    if impl != "reference" and has_cpu_flash:
+    if has_cpu_flash and impl != "reference":
         return CpuFlashBlockKernel()
     return MathBlockKernel()
 
@@ -304,14 +304,14 @@ class VisibleKeys(NamedTuple):
     """Some of this rank's queries, and the received keys that all of these queries see, document by document.
 
     Args:
-        queries: rows of the queries in this rank's sharded tokens.
-        keys: rows of the keys in the received tokens.
+        query_rows: rows of the queries in this rank's sharded tokens.
+        key_rows: rows of the keys in the received tokens.
         query_documents, key_documents: how many of the queries and of the keys belong to each document.
         repeats_keys: whether several documents may have the same keys.
     """
 
-    queries: Rows
-    keys: Rows
+    query_rows: Rows
+    key_rows: Rows
     query_documents: Varlen
     key_documents: Varlen
     repeats_keys: bool = False
@@ -321,13 +321,14 @@ class VisibleKeys(NamedTuple):
 class ShardLayout:
     """The documents of one rank's shard, and index tensors of their chunks.
 
-    With R ring ranks, a sharded document is divided into 2R chunks; ring rank i has chunks i and 2R - 1 - i.
+    With R ring ranks, a sharded document is divided into 2R chunks: ring rank i has an early one, number i, and a late
+    one, number 2R - 1 - i.
 
     Args:
         local: documents that are this rank's alone.
         sharded: this rank's tokens of each sharded document: two chunks, or the complete document without a ring.
         from_lower_rank, from_higher_rank: visible keys of a ring rank with a lower or a higher number than this rank.
-        from_all_ranks: visible keys in the tokens gathered from all ring ranks; empty without a ring.
+        from_all_ranks: visible keys in the tokens gathered from all ring ranks.
         prefixes_by_rank: for each ring rank, its keys of the prefixes that documents continue; None without prefixes.
     """
 
@@ -342,87 +343,115 @@ class ShardLayout:
 @lru_cache(maxsize=4)
 def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """Return the layout of a rank's shard; cached, because every layer needs it."""
-    ring_size, rank = shard.split.ring_size, shard.split.ring_rank
     lengths = _rank_lengths(shard)
-    both_chunks = Varlen.of_lengths(lengths, device)
-    one_chunk = Varlen.of_lengths([length // 2 for length in lengths], device)
-    first_rows = _own_rows(shard, rank, device)
-    second_rows = _own_rows(shard, 2 * ring_size - 1 - rank, device)
+    documents = Varlen.of_lengths(lengths, device)
+    half_documents = Varlen.of_lengths([length // 2 for length in lengths], device)  # one of a rank's two chunks
+    early_rows = _join_rows(_chunk_rows(shard, is_late=False), device)
+    late_rows = _join_rows(_chunk_rows(shard, is_late=True), device)
+    ring_ranks = range(shard.split.ring_size)
     return ShardLayout(
         local=Varlen.of_lengths(shard.local_lengths, device),
-        sharded=both_chunks,
-        # Of a lower rank, the first chunk lies before both of this rank's chunks, and the second chunk after them.
+        sharded=documents,
+        # A lower rank's early chunk lies before both of this rank's chunks, its late chunk after both.
         from_lower_rank=VisibleKeys(
-            queries=_ALL_ROWS, keys=first_rows, query_documents=both_chunks, key_documents=one_chunk
+            query_rows=_ALL_ROWS, key_rows=early_rows, query_documents=documents, key_documents=half_documents
         ),
-        # Both chunks of a higher rank lie between this rank's first and second chunk.
+        # Both chunks of a higher rank lie between this rank's early and late chunk.
         from_higher_rank=VisibleKeys(
-            queries=second_rows, keys=_ALL_ROWS, query_documents=one_chunk, key_documents=both_chunks
+            query_rows=late_rows, key_rows=_ALL_ROWS, query_documents=half_documents, key_documents=documents
         ),
-        from_all_ranks=_gathered_visible_keys(shard, device) if ring_size > 1 else [],
-        prefixes_by_rank=[_prefix_keys(shard, [owner], device) for owner in range(ring_size)],
+        from_all_ranks=_visible_keys_of_all_ranks(shard, device),
+        prefixes_by_rank=[_prefix_keys(shard, [ring_rank], device) for ring_rank in ring_ranks],
     )
 
 
-def _gathered_visible_keys(shard: SequenceShard, device: torch.device) -> list[VisibleKeys]:
-    """Return the visible keys of other ring ranks, and of prefixes on all ranks, in the tokens that are gathered."""
+def _visible_keys_of_all_ranks(shard: SequenceShard, device: torch.device) -> list[VisibleKeys]:
+    """Return the visible keys in the gathered tokens of all ring ranks: of other ranks, and of prefixes."""
     ring_size, rank = shard.split.ring_size, shard.split.ring_rank
-    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank
-    # A query sees the keys of all chunks before its own. This rank's first chunk needs no exchange.
-    seen_by_first = list(range(first_chunk))
-    seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
-    chunk_lengths = [length // 2 for length in _rank_lengths(shard)]
+    early_chunk, late_chunk = rank, 2 * ring_size - 1 - rank
+    # A query sees the keys of all chunks before its own. This rank's early chunk needs no exchange.
+    seen_by_early = list(range(early_chunk))
+    seen_by_late = [chunk for chunk in range(late_chunk) if chunk != early_chunk]
     visible = []
-    for own_chunk, seen_chunks in ((first_chunk, seen_by_first), (second_chunk, seen_by_second)):
-        if chunk_lengths and seen_chunks:
-            queries, query_documents = _own_rows(shard, own_chunk, device), Varlen.of_lengths(chunk_lengths, device)
-            keys, key_documents = _gathered_keys(shard, seen_chunks, device)
-            visible.append(VisibleKeys(queries, keys, query_documents, key_documents))
+    if shard.sharded_lengths and seen_by_early:
+        visible.append(_keys_seen_by_chunk(shard, seen_by_early, is_late=False, device=device))
+    if shard.sharded_lengths and seen_by_late:
+        visible.append(_keys_seen_by_chunk(shard, seen_by_late, is_late=True, device=device))
     prefix_keys = _prefix_keys(shard, range(ring_size), device)
-    return visible if prefix_keys is None else [*visible, prefix_keys]
+    if prefix_keys is not None:
+        visible.append(prefix_keys)
+    return visible
 
 
-def _prefix_keys(shard: SequenceShard, owners: Sequence[int], device: torch.device) -> VisibleKeys | None:
-    """Return this rank's queries of documents that continue prefixes, with the keys of these prefixes; None without.
+def _keys_seen_by_chunk(
+    shard: SequenceShard, seen_chunks: Sequence[int], *, is_late: bool, device: torch.device
+) -> VisibleKeys:
+    """Return the queries of this rank's early or late chunk, and the gathered keys of ``seen_chunks``."""
+    queries = _chunk_rows(shard, is_late=is_late)
+    rows_by_chunk = [_gathered_chunk_rows(shard, chunk) for chunk in seen_chunks]
+    keys = [np.concatenate(rows) for rows in zip(*rows_by_chunk, strict=True)]
+    return _visible_keys(queries, keys, device)
 
-    Only keys of the ring ranks ``owners`` are returned, as rows of the tokens of these ranks laid end to end.
-    """
-    if all(parent == ROOT for parent in shard.parents):
-        return None
-    starts = np.cumsum([0, *_rank_lengths(shard)])
-    rows_of_path: list[npt.NDArray[np.int64]] = []  # of each document: those of all its prefixes, then its own
-    queries, keys = [], []
-    for number, (parent, own_rows) in enumerate(zip(shard.parents, _owned_rows(shard, owners), strict=True)):
-        if parent == ROOT:
-            rows_of_path.append(own_rows)
-            continue
-        prefix_rows = rows_of_path[parent]
-        rows_of_path.append(np.concatenate([prefix_rows, own_rows]))
-        queries.append(np.arange(starts[number], starts[number + 1]))
-        keys.append(prefix_rows)
+
+def _visible_keys(
+    queries: Sequence[Int64Array], keys: Sequence[Int64Array], device: torch.device, *, repeats_keys: bool = False
+) -> VisibleKeys:
+    """Return ``VisibleKeys`` from the rows of each document's queries and keys."""
     return VisibleKeys(
-        queries=_join_rows(queries, device),
-        keys=_join_rows(keys, device),
+        query_rows=_join_rows(queries, device),
+        key_rows=_join_rows(keys, device),
         query_documents=Varlen.of_lengths([len(rows) for rows in queries], device),
         key_documents=Varlen.of_lengths([len(rows) for rows in keys], device),
-        repeats_keys=True,
+        repeats_keys=repeats_keys,
     )
 
 
-def _owned_rows(shard: SequenceShard, owners: Sequence[int]) -> list[npt.NDArray[np.int64]]:
-    """Return, for each document, the rows of its tokens, without padding, in those of some ring ranks end to end."""
-    ring_size, lengths = shard.split.ring_size, _rank_lengths(shard)
+def _prefix_keys(shard: SequenceShard, key_ranks: Sequence[int], device: torch.device) -> VisibleKeys | None:
+    """Return this rank's queries of documents that continue a prefix, with the prefixes' keys on some ring ranks.
+
+    Keys are rows of the tokens of ``key_ranks``, laid end to end. None if no document continues a prefix.
+    """
+    query_starts = np.cumsum([0, *_rank_lengths(shard)])
+    key_rows = _rows_on_ranks(shard, key_ranks)  # of each document
+    rows_with_prefixes: list[Int64Array] = []  # of each document, after those of all its prefixes
+    queries, keys = [], []
+    for document, parent in enumerate(shard.parents):
+        if parent == ROOT:
+            rows_with_prefixes.append(key_rows[document])
+            continue
+        prefix_rows = rows_with_prefixes[parent]
+        rows_with_prefixes.append(np.concatenate([prefix_rows, key_rows[document]]))
+        queries.append(np.arange(query_starts[document], query_starts[document + 1]))
+        keys.append(prefix_rows)
+    if not queries:
+        return None
+    # Several documents may continue one prefix.
+    return _visible_keys(queries, keys, device, repeats_keys=True)
+
+
+def _rows_on_ranks(shard: SequenceShard, ring_ranks: Sequence[int]) -> list[Int64Array]:
+    """Return the rows of each document's tokens, without padding, in the tokens of some ring ranks laid end to end."""
+    lengths = _rank_lengths(shard)
     starts = np.cumsum([0, *lengths])
     rows_by_document = []
-    for start, length, num_tokens in zip(starts, lengths, shard.sharded_tokens, strict=False):
-        chunk, rows = length // 2, []
-        for index, owner in enumerate(owners):
-            positions = np.arange(length)  # in the document, of which the owner has a first and a second chunk
-            if ring_size > 1:
-                positions += np.repeat([owner, 2 * ring_size - 2 - owner], chunk) * chunk
-            rows.append(index * starts[-1] + start + np.flatnonzero(positions < num_tokens))
+    for document, num_tokens in enumerate(shard.sharded_tokens):
+        rows = []
+        for index, ring_rank in enumerate(ring_ranks):
+            first_row = index * starts[-1] + starts[document]
+            positions = _positions_on_rank(lengths[document], ring_rank, shard.split.ring_size)
+            rows.append(first_row + np.flatnonzero(positions < num_tokens))
         rows_by_document.append(np.concatenate(rows))
     return rows_by_document
+
+
+def _positions_on_rank(length: int, ring_rank: int, ring_size: int) -> Int64Array:
+    """Return the positions in a document of the ``length`` tokens of it that a ring rank has."""
+    if ring_size == 1:
+        return np.arange(length)
+    chunk_positions = np.arange(length // 2)
+    late_chunk = 2 * ring_size - 1 - ring_rank
+    early_start, late_start = ring_rank * len(chunk_positions), late_chunk * len(chunk_positions)
+    return np.concatenate([early_start + chunk_positions, late_start + chunk_positions])
 
 
 def _rank_lengths(shard: SequenceShard) -> list[int]:
@@ -430,35 +459,26 @@ def _rank_lengths(shard: SequenceShard) -> list[int]:
     return [length // shard.split.ring_size for length in shard.sharded_lengths]
 
 
-def _chunk_rows(shard: SequenceShard, chunk: int) -> list[npt.NDArray[np.int64]]:
-    """Return, for each document, the rows of a chunk in the sharded tokens of all ring ranks laid end to end."""
-    ring_size = shard.split.ring_size
-    lengths = _rank_lengths(shard)
-    is_second_of_owner = chunk >= ring_size
-    owner = 2 * ring_size - 1 - chunk if is_second_of_owner else chunk
-    document_start = owner * sum(lengths)
+def _chunk_rows(shard: SequenceShard, *, is_late: bool) -> list[Int64Array]:
+    """Return the rows of each document's early or late chunk in the sharded tokens of one rank."""
     rows = []
-    for length in lengths:
-        chunk_length = length // 2
-        first_row = document_start + chunk_length if is_second_of_owner else document_start
-        rows.append(np.arange(first_row, first_row + chunk_length))
-        document_start += length
+    start = 0
+    for length in _rank_lengths(shard):
+        middle, stop = start + length // 2, start + length
+        rows.append(np.arange(middle, stop) if is_late else np.arange(start, middle))
+        start = stop
     return rows
 
 
-def _own_rows(shard: SequenceShard, chunk: int, device: torch.device) -> Tensor:
-    """Return, int64, the rows of one of this rank's chunks of all documents in the rank's sharded tokens."""
-    rank_start = shard.split.ring_rank * sum(_rank_lengths(shard))
-    return _join_rows(_chunk_rows(shard, chunk), device) - rank_start
+def _gathered_chunk_rows(shard: SequenceShard, chunk: int) -> list[Int64Array]:
+    """Return the rows of each document's chunk of this number, of 2R, in the sharded tokens of all ring ranks."""
+    ring_size = shard.split.ring_size
+    is_late = chunk >= ring_size
+    ring_rank = 2 * ring_size - 1 - chunk if is_late else chunk  # whose chunk it is
+    rank_start = ring_rank * sum(_rank_lengths(shard))
+    return [rank_start + rows for rows in _chunk_rows(shard, is_late=is_late)]
 
 
-def _gathered_keys(shard: SequenceShard, chunks: Sequence[int], device: torch.device) -> tuple[Tensor, Varlen]:
-    """Return the rows of these chunks of every document in the tokens of all ranks, and the tokens per document."""
-    rows_by_chunk = [_chunk_rows(shard, chunk) for chunk in chunks]
-    rows_by_document = [np.concatenate(rows) for rows in zip(*rows_by_chunk, strict=True)]
-    return _join_rows(rows_by_document, device), Varlen.of_lengths([len(rows) for rows in rows_by_document], device)
-
-
-def _join_rows(rows: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
+def _join_rows(rows: Sequence[Int64Array], device: torch.device) -> Tensor:
     no_rows = np.zeros(0, np.int64)  # for a shard without sharded documents
     return torch.from_numpy(np.concatenate([no_rows, *rows])).to(device)

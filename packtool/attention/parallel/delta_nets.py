@@ -32,7 +32,7 @@ from packtool.batch.shard import SequenceShard, assign_tokens
 from packtool.planning.skrull import SHARDED
 
 RunIsolated = Callable[[Callable[..., Tensor], Tensor, Varlen], Tensor]
-"""Calls a layer's forward (the first argument) on packed documents (1, T, C) so that none affects another."""
+"""Function that calls a layer's forward on packed documents (1, T, C), in such a way that none affects another."""
 
 _SCATTER, _GATHER = False, True  # directions of _ExchangeHeads
 
@@ -40,16 +40,13 @@ _SCATTER, _GATHER = False, True  # directions of _ExchangeHeads
 def run_sharded(
     layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: RunIsolated
 ) -> Tensor:
-    """Run a gated delta net on this rank's tokens of the sharded documents, (1, T / P, hidden); return the same shape.
-
-    All ranks that share the documents call this. ``run`` calls a forward so that no document affects another.
-    """
+    """Run a gated delta net on the sharded documents, all ranks together: (1, T / P, hidden) in and out."""
     net: Any = layer
-    # ``b`` and ``a`` control how much the recurrence writes into its state, and how fast the state decays.
+    # Queries, keys, values, the output's gate, how much is written into the state (b), and how fast it decays (a).
     q, k, v, gate, b, a = _projected(net, hidden_states)
-    inputs_by_rank = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)
+    channels_by_rank = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)  # (T / P, P, C)
     # Exchange all heads of this rank's tokens for this rank's heads of all tokens.
-    inputs: Tensor = _ExchangeHeads.apply(inputs_by_rank, parallel.group, _SCATTER)
+    inputs: Tensor = _ExchangeHeads.apply(channels_by_rank, parallel.group, _SCATTER)
     # Call the forward of the layer's class with another ``self``, which has only this rank's heads.
     layer_of_rank = _RankHeads(net, parallel.split.size, parallel.split.rank)
     forward = partial(type(layer).forward, layer_of_rank)
@@ -117,7 +114,6 @@ class _RankHeads:
     """Stands for the layer in the forward of its class: one rank's heads, without projections, gate and norm.
 
     Its hidden states are (1, T, C): q, k, v, b and a of these heads, side by side, as ``run_sharded`` exchanges them.
-    All other attributes are the layer's.
     """
 
     def __init__(self, net: Any, num_ranks: int, rank: int) -> None:

@@ -39,7 +39,7 @@ from packtool.train.model.load import has_gpu, input_spec, model_without_weights
 from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
 from packtool.train.model.precision import checkpoint_dtype, precision_line, quantization_config, quantization_lines
-from packtool.train.model.recompute import budget_of, plan_layers_of_run
+from packtool.train.model.recompute import budget_of, plan_recomputation_of_run
 from packtool.train.model.sharding import check_experts, sharding_arguments
 from packtool.train.model.trainable import adapter_lines
 from packtool.train.prepare.checkpoint import RunState
@@ -370,7 +370,7 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
     lines = [precision_line(model, dtype, run.config, checkpoint_dtype(spec.config))]
     lines += [*adapter_lines(model, run.config), *quantization_lines(model, spec.config.model_type, run.config)]
     if run.config.plans_recomputation:
-        _, line = plan_layers_of_run(run, spec, dtype, budget_of(run.config))
+        _, line = plan_recomputation_of_run(run, spec, dtype, budget_of(run.config))
         lines.append(line)
     if (warning := liger_problem(run.config, spec.config)) is not None:
         lines.append(warning)

@@ -37,8 +37,7 @@ _COMPILE_REMEDY = "Leave --torch-compile out; the losses are the same."
 def compile_layers(model: nn.Module, backend: str) -> int:
     """Compile the layers of a model's language model for training, in place; return their number.
 
-    Call this once per model, after it is routed through packed attention and made trainable, and before it is wrapped
-    for several processes. A model that does not name its layers is an UnsupportedModelError.
+    Call this once, after the model is routed through packed attention and made trainable, and before it is wrapped.
     """
     inner = base_model(model)
     layers = getattr(inner.get_decoder(), "layers", None)

@@ -37,7 +37,7 @@ from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.model.precision import bytes_saved_by_quantization, quantized_layers
-from packtool.train.model.recompute import LayerPlan, no_bytes, plan_layers, with_all_layers
+from packtool.train.model.recompute import LayerPlan, no_bytes, plan_recomputation, with_all_layers
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import (
@@ -138,8 +138,7 @@ class Proposal:
 def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     """Search for training settings whose peak memory fits into a GPU of ``--fit`` bytes; keep the user's settings.
 
-    The time of all settings is estimated first. Memory takes seconds to trace, so it is traced for the fastest settings
-    first, until ``MAX_PROPOSALS`` settings fit. Raise a ConfigError if no settings fit, or if training accepts none.
+    The fastest settings are tried first, until ``MAX_PROPOSALS`` fit. Raise a ConfigError if none do.
     """
     search = Fit(config)
     runs = search.accepted_runs()
@@ -191,33 +190,31 @@ class Fit:
         base: settings of all runs, some of which each run replaces.
         proposals: settings that fit, the fastest first.
         num_settings: number of settings that training accepts.
-        num_tried: number of settings whose memory was compared with the budget.
+        num_tried: number of these whose memory was compared with the budget.
     """
 
     def __init__(self, config: PlanConfig) -> None:
         assert config.fit is not None, "the command has --fit"
         self.config = config
-        self.budget = config.fit * Constants().usable_memory
+        self.budget = config.fit * Constants().usable_memory  # ``--fit`` is in bytes
         self.hardware = read_hardware(config.hardware)
         model = config.model or exported_model(config.cached_dataset[0])
         self.base = part_of(TrainConfig, config, model=model)
         self.inputs = open_to_train(self.base)
         self.max_length = self.inputs.options.max_length
-        self.files = self.inputs.for_training.files
-        self.reader = self.inputs.for_training.reader
+        _, self.files, self.reader = self.inputs.for_training
         self.proposals: list[Proposal] = []
-        self.num_settings = 0
-        self.num_tried = 0
+        self.num_settings = self.num_tried = 0
         self._model_config = model_config(self.files.directory)
         refuse_unsupported(self._model_config)
         self._media = media_of_caches(self.reader.index, self.files.config)
-        # Caches, because many runs have the same packs, plan, sequence parallelism, model or traced passes.
+        # Cached, because many runs have the same packs, plan, sequence parallelism, model or traced passes.
         self._first_plans: dict[tuple[int, bool], tuple[Inputs, EpochPlan]] = {}
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
         self._tracer = CachedTracer()
-        self._memory: dict[str, MemoryEstimate] = {}  # by the settings of a run, as text
+        self._memory: dict[str, MemoryEstimate] = {}  # by ``repr`` of a proposal's run
 
     def figures(self) -> dict[str, Any]:
         """Return the result by its names in JSON."""
@@ -233,9 +230,9 @@ class Fit:
         }
 
     def with_planned_layers(self, proposal: Proposal) -> list[Proposal]:
-        """Plan the layers that recompute with ``auto``; return the settings with their time and memory.
+        """Plan the layers that recompute with ``--gradient-checkpointing auto``; return the run with time and memory.
 
-        Return nothing if the same settings without recomputation are proposed already.
+        If that is impossible, return the run with all layers recomputing; nothing if it fits without recomputation.
         """
         run = proposal.run
         without_recomputation = dataclasses.replace(run, gradient_checkpointing=False, memory_budget=None)
@@ -247,8 +244,8 @@ class Fit:
             everything_recomputes = dataclasses.replace(run, gradient_checkpointing=True, memory_budget=None)
             return [self.estimate_time(everything_recomputes)]
         figures = layer_plan.figures(**tokens)
-        memory = self._estimate(proposal, no_bytes)
-        memory = dataclasses.replace(memory, activations=figures["peak_gib"] - memory.fixed)
+        fixed = self._estimate(proposal, no_bytes)
+        memory = dataclasses.replace(fixed, activations=figures["peak_gib"] - fixed.fixed)
         timed = self.estimate_time(run, layer_plan)
         return [dataclasses.replace(timed, recomputation=figures, memory=memory)]
 
@@ -259,20 +256,20 @@ class Fit:
         return tokens_per_micro_batch(planned.plan, planned.inputs)
 
     def _plan_layers(self, proposal: Proposal) -> LayerPlan | None:
-        """Plan the layers that recompute; None if they cannot be planned, or would certainly exceed the budget."""
+        """Plan the layers that recompute; None if they cannot be planned, or if even all of them are too few."""
         run = proposal.run
-        all_layers_recompute = with_all_layers(run, recompute=True)
-        if self.min_bytes(dataclasses.replace(proposal, run=all_layers_recompute)) >= self.budget:
+        all_recompute = dataclasses.replace(proposal, run=with_all_layers(run, recompute=True))
+        if self.min_bytes(all_recompute) >= self.budget:
             return None
         try:
-            return plan_layers(
+            return plan_recomputation(
                 run,
                 proposal.axes,
                 proposal.micro_batches,
                 self._model_config,
                 dtype=resolve_dtype(self._model_config, run, on_gpu=True),
                 world_size=self.config.world_size,
-                budget=run.memory_budget,
+                budget=run.memory_budget,  # of the complete GPU, unlike ``self.budget``
                 trace=self._tracer.all_bytes,
             )
         except UnsupportedModelError as error:
@@ -280,10 +277,7 @@ class Fit:
             return None
 
     def accepted_runs(self) -> list[TrainConfig]:
-        """Return a run for each combination of settings that training accepts; raise a ConfigError if there is none.
-
-        Options that the user has set keep their values.
-        """
+        """Return a run for each acceptable combination of the settings that the user left open; raise without one."""
         checkpointing_choices: list[Any] = [False, "auto"]
         if self.config.gradient_checkpointing is not None:
             checkpointing_choices = [self.config.gradient_checkpointing]
@@ -311,30 +305,32 @@ class Fit:
         return shardings
 
     def estimate_time(self, run: TrainConfig, layer_plan: LayerPlan | None = None) -> Proposal:
-        """Return a run with its estimated time; with ``auto``, no layer recomputes without a ``layer_plan``."""
-        num_sharing_ranks = run.sequence_parallel_ranks
+        """Return a run with its estimated time, as if no layer recomputed that still has to be planned."""
         assert run.packing_length is not None
-        plan, inputs, media_shares = self._plan(run.packing_length, num_sharing_ranks)
-        recomputed_share: Any = None  # of the layers, by micro-batch
-        if layer_plan is not None:
-            recomputed_share = layer_plan.shares(**self._tokens_per_micro_batch(run))
-        elif run.plans_recomputation:
-            recomputed_share = 0.0
+        plan, inputs, media_shares = self._plan(run.packing_length, run.sequence_parallel_ranks)
+        shared_prefixes, recomputed_share = inputs.shared, self._recomputed_share(run, layer_plan)
         time = self._expected_time(run)
-        seconds = float(time.steps(run, plan, self.reader.index, media_shares, inputs.shared, recomputed_share).sum())
+        step_seconds = time.steps(run, plan, self.reader.index, media_shares, shared_prefixes, recomputed_share)
+        seconds = float(step_seconds.sum())
         gathering_seconds = float(time.gathering_seconds(run, plan).sum())  # of all ranks
-        tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))
+        sample_tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))  # each sample with its shared prefix
         return Proposal(
             run=run,
             micro_batches=peak_memory_batches(run, plan, inputs, media_shares),
-            axes=self._axes(num_sharing_ranks),
+            axes=self._axes(run.sequence_parallel_ranks),
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
-            tokens=tokens,
+            tokens=sample_tokens,
             seconds=seconds,
-            token_share_saved=1 - plan.packs.num_tokens / tokens,
+            token_share_saved=1 - plan.packs.num_tokens / sample_tokens,
             gathering_share=gathering_seconds / (seconds * plan.steps.world_size),
         )
+
+    def _recomputed_share(self, run: TrainConfig, layer_plan: LayerPlan | None) -> Any:
+        """Return the share of layers that recompute, of each micro-batch, (C,), or of all; None: as in the settings."""
+        if layer_plan is not None:
+            return layer_plan.shares(**self._tokens_per_micro_batch(run))
+        return 0.0 if run.plans_recomputation else None
 
     def _expected_time(self, run: TrainConfig) -> ExpectedTime:
         """Return the estimator of step times, with the bytes of weights and gradients that a run exchanges."""
@@ -345,9 +341,9 @@ class Fit:
         num_trained = sum(parameter.num_elements for parameter in trained)
         dtype = resolve_dtype(self._model_config, run, on_gpu=True)
         quantized = quantized_layers(model, self._model_config.model_type, run)
-        if run.fsdp:
+        if run.fsdp:  # exchanges gradients in float32
             gradient_bytes = num_trained * torch.float32.itemsize
-        elif run.deepspeed:  # exchanges gradients in the precision of the computation
+        elif run.deepspeed:  # in the precision of the computation
             gradient_bytes = num_trained * dtype.itemsize
         else:  # DDP: in the precision of the weights
             gradient_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)

@@ -7,7 +7,6 @@ them. Every saved model gets these unloaded tensors from the base model, unchang
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import json
@@ -123,67 +122,61 @@ def load_model(
         config: of the model; not changed.
         dtype: precision of the weights in memory.
         packing: replace the attention of the language model by packed attention.
-        attn_impl: kernel of the packed attention; ``auto`` chooses one.
-        parallel: ranks that share each sequence; None without sequence parallelism.
-        quantization: number of bits of the language model's linear layers; None keeps ``dtype``.
+        quantization: options of the language model's linear layers; None keeps ``dtype``.
         computation_dtype: precision in which FSDP or DeepSpeed computes; by default ``dtype``.
         experts: division of a mixture's experts among processes; None if each process has all experts.
     """
     if packing:
         refuse_unsupported(config)
-    settings: dict[str, Any] = {"dtype": dtype, "quantization_config": None}
     quantized = None
     if quantization is not None:
         quantized = quantization_config(quantization, config, dtype, computation_dtype)
-    is_quantized_already = bool(getattr(config, "quantization_config", None))
-    if quantized is not None and is_quantized_already:
-        # transformers takes the quantization of such checkpoints from ``config``.
+    settings: dict[str, Any] = {"dtype": dtype, "quantization_config": quantized}
+    if quantized is not None and getattr(config, "quantization_config", None):
+        # transformers takes the quantization of a quantized checkpoint from ``config``.
         config = copy.deepcopy(config)
         config.quantization_config = quantized.to_dict()
+        settings["quantization_config"] = None
+    if experts is not None:
+        loaded = _read_divided_weights(model, config, settings, experts)
     else:
-        settings["quantization_config"] = quantized
-    if experts is not None:
-        settings["distributed_config"] = experts
-    with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
-        loaded = _random_weights(config, dtype) if model is None else _read_weights(model, config, settings)
-    if experts is not None:
-        # Remove it, so that saved configs do not contain the division among the processes of this run.
-        loaded.config.__dict__.pop("distributed_config", None)
+        loaded = _read_weights(model, config, settings)
     if quantized is not None:
-        disable_avx512_layout(loaded)
+        disable_avx512_layout(loaded)  # it has no backward pass
     _drop_unused_conversions(loaded)
     route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
     return loaded
 
 
-def _drop_unused_conversions(model: Any) -> None:
-    """Keep only the conversions of weight names that loading has used, because saving reverts them.
+def _read_divided_weights(
+    model: str | None, config: PreTrainedConfig, settings: dict[str, Any], experts: DistributedConfig
+) -> PreTrainedModel:
+    """Load a mixture of experts whose experts are divided among processes."""
+    with experts_transposed_correctly():  # despite an error in transformers
+        loaded = _read_weights(model, config, settings | {"distributed_config": experts})
+    # Remove it, so that saved configs do not contain the division among the processes of this run.
+    loaded.config.__dict__.pop("distributed_config", None)
+    return loaded
 
-    Under ZeRO-3 they include some that this checkpoint never needed.
-    """
+
+def _drop_unused_conversions(model: Any) -> None:
+    """Drop conversions of weight names that loading has not used (under ZeRO-3), because saving would revert them."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions:
         model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
-def _random_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model of this configuration with the random weights that its class initializes."""
-    model: PreTrainedModel = auto_class(config).from_config(
-        copy.deepcopy(config), attn_implementation="sdpa", dtype=dtype
-    )
-    return model
-
-
-def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
-    """Call ``from_pretrained`` with further ``settings``, and check that the checkpoint has all weights."""
+def _read_weights(model: str | None, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
+    """Call ``from_pretrained``, and check that the checkpoint has all weights; without one, initialize at random."""
+    config = copy.deepcopy(config)  # transformers writes the kind of attention into it
+    if model is None:
+        random_model: PreTrainedModel = auto_class(config).from_config(
+            config, attn_implementation="sdpa", dtype=settings["dtype"]
+        )
+        return random_model
     try:
         loaded, loading_info = auto_class(config).from_pretrained(
-            model,
-            # A copy, because loading writes the kind of attention into it.
-            config=copy.deepcopy(config),
-            attn_implementation="sdpa",
-            output_loading_info=True,
-            **settings,
+            model, config=config, attn_implementation="sdpa", output_loading_info=True, **settings
         )
     except (OSError, SafetensorError) as error:
         raise MismatchError(
@@ -236,12 +229,11 @@ def build_model(
     """Load the model that a run trains, make it trainable, and compile its layers if requested.
 
     Returns:
-        the model, bare or inside an adapter; the precision of its weights in checkpoints; and the file of each tensor
-        of the base model that transformers does not load, by the tensor's name.
+        the model, bare or inside an adapter; the precision of its weights in checkpoints; and, by name, the file of
+        each tensor of the base model that transformers does not load.
     """
     config = run.config
-    # Every rank, and every run with this seed, initializes adapters with the same random weights.
-    set_seed(config.seed)
+    set_seed(config.seed)  # so that all ranks initialize the same weights, of the model or of adapters
     checkpoint = _initial_checkpoint(run)
     model = _load_for_training(checkpoint, run, spec, dtype, parallel)
     saved_precision = SavedPrecision.of(spec.config, model)
@@ -249,10 +241,11 @@ def build_model(
     if config.train_type == "full" and checkpoint is not None:
         unloaded = unloaded_tensors(model, run.source.files.directory)
     trained = make_trainable(model, config)
-    if run.resume_point.weights is not None:
-        _load_resumed_weights(trained, run.resume_point.weights, progress)
-    lines = [precision_line(trained, dtype, config, saved_precision.dtype), *unloaded_lines(unloaded, config.model)]
-    lines += [*adapter_lines(trained, config), *quantization_lines(trained, spec.config.model_type, config)]
+    _load_resumed_weights(trained, run.resume_point.weights, progress)
+    lines = [precision_line(trained, dtype, config, saved_precision.dtype)]
+    lines += unloaded_lines(unloaded, config.model)
+    lines += adapter_lines(trained, config)
+    lines += quantization_lines(trained, spec.config.model_type, config)
     for line in lines:
         progress.note(line)
     if config.torch_compile:
@@ -270,8 +263,10 @@ def _initial_checkpoint(run: Run) -> str | None:
     return absolute_model(run.config.model)
 
 
-def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str, progress: Progress) -> None:
-    """Load the adapter, or the master weights, of a checkpoint that a run takes only the weights from."""
+def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str | None, progress: Progress) -> None:
+    """Load the adapter, or the master weights, of the checkpoint, if any, that a run takes only the weights from."""
+    if checkpoint is None:
+        return
     if isinstance(model, PeftModel):
         load_adapter_weights(model, checkpoint)
     else:
@@ -280,15 +275,15 @@ def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str, p
 
 
 def _load_for_training(
-    checkpoint: str | None, run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
+    checkpoint: str | None, run: Run, spec: InputSpec, computation_dtype: torch.dtype, parallel: SequenceParallel | None
 ) -> PreTrainedModel:
-    """Load a model for a run that computes in ``dtype``, from a checkpoint or, without one, with random weights."""
+    """Load a model for a run, from a checkpoint or, without one, with random weights."""
     config = run.config
-    weight_dtype = loaded_dtype(dtype, spec.config, config)
+    weight_dtype = loaded_dtype(computation_dtype, spec.config, config)
     experts = None
     if config.shares_experts:
         meta_model = model_without_weights(config, spec.config, weight_dtype)
-        experts = expert_sharding(meta_model, config, run.world, dtype)
+        experts = expert_sharding(meta_model, config, run.world, computation_dtype)
     return load_model(
         checkpoint,
         spec.config,
@@ -296,17 +291,14 @@ def _load_for_training(
         packing=config.removes_padding,
         attn_impl=config.attn_impl,
         parallel=parallel,
-        quantization=config,
-        computation_dtype=dtype,
+        quantization=config,  # has these options
+        computation_dtype=computation_dtype,
         experts=experts,
     )
 
 
 def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
-    """Return the tensors of a checkpoint that ``from_pretrained`` does not load, with the file of each.
-
-    The model is of the checkpoint's class, on any device, without adapters or wrappers.
-    """
+    """Return the tensors of a checkpoint that ``from_pretrained`` does not load, with the file of each."""
     names = _names_in_model(model, directory)
     return {name: path for name, path in tensor_files(directory).items() if names[name] is None}
 
@@ -353,8 +345,7 @@ def unloaded_lines(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
 def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
     """Add tensors to the model saved in ``output`` in additional shards, and rewrite its index.
 
-    Tensors that the model already has stay unchanged, and so does ``output`` if it has no safetensors. ``unloaded`` has
-    the file of the base model for each tensor's name; at most one of these files is in memory at a time.
+    ``unloaded`` has the base model's file for each tensor's name; at most one of these files is in memory at a time.
     """
     saved_files = tensor_files(output)
     names_by_source = defaultdict[str, list[str]](list)  # of the tensors to add, by their file

@@ -86,10 +86,7 @@ class TargetLosses:
         return replace(self.weighted_by_probability(), penalty=factor * weighted.sum())
 
     def weighted_by_probability(self) -> TargetLosses:
-        """Return these losses with each weight times the target's probability (DFT, Wu et al. 2025, arXiv 2508.05629).
-
-        Probabilities are constants: no gradient flows through them.
-        """
+        """Return these losses with each weight times the target's probability, a constant (DFT, arXiv 2508.05629)."""
         return self._weighted_by(torch.exp(-self.losses.detach()))
 
     def weighted_by_entropy(self, divisor: float, alpha: float) -> TargetLosses:
@@ -192,28 +189,32 @@ class HeadLoss:
         Arguments are those of ``LossFunction``. Raise if the model does not return the output of its head as logits.
         """
         head_pass = _HeadPass(self._head_forward, batch, self._chunk_size, entropy_top_k, reference)
-        self._head_pass = head_pass
-        try:
-            returned: Tensor = model(**batch.model_inputs()).logits  # (1, N, columns)
-        finally:
-            self._head_pass = None
-        correct = head_pass.correct
-        num_columns = 1 if reference is None else 2  # losses, and divergences from the reference model
-        if correct is None or returned.shape[0] != 1 or returned.shape[2] != num_columns:
-            raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
-        # FSDP waits for gradients of the tensor that a module returns, so the losses are computed from this tensor.
+        # Losses in place of logits, and taken from what the model returns, because FSDP waits for its gradient.
+        head_output = self._run_with(head_pass, model, batch)
         if not len(batch.target_positions):
-            return TargetLosses.without_targets(batch, zero=returned.sum())
-        losses = returned[0, :, 0]
+            return TargetLosses.without_targets(batch, zero=head_output.sum())
+        losses = head_output[0, :, 0]
+        assert head_pass.correct is not None, "the pass has run"
         return TargetLosses(
             losses=losses,
-            correct=correct,
+            correct=head_pass.correct,
             positions=batch.target_positions,
             weights=_target_weights(batch),
             zero=losses.new_zeros(()),
             entropies=head_pass.entropies,
-            divergences=None if reference is None else returned[0, :, 1],
+            divergences=None if reference is None else head_output[0, :, 1],
         )
+
+    def _run_with(self, head_pass: _HeadPass, model: nn.Module, batch: Batch) -> Tensor:
+        """Run a model whose head is replaced by ``head_pass``; return the output of that."""
+        self._head_pass = head_pass  # which ``_losses_or_logits`` calls
+        try:
+            output: Tensor = model(**batch.model_inputs()).logits
+        finally:
+            self._head_pass = None
+        if head_pass.correct is None or output.shape[0] != 1 or output.shape[2] != head_pass.num_columns:
+            raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
+        return output
 
     @property
     def _chunk_size(self) -> int:
@@ -230,6 +231,7 @@ class _HeadPass:
     """Computation of the losses of a micro-batch's N targets in a forward pass of the head.
 
     Attributes:
+        num_columns: results of a target: its loss and, with a reference model, the divergence from its prediction.
         correct: bool (N,), whether the most likely token is the label; None before the pass.
         entropies: float32 (N,), of the ``entropy_top_k`` most likely tokens; None before the pass, and with 0.
     """
@@ -242,6 +244,7 @@ class _HeadPass:
         entropy_top_k: int,
         reference: ReferenceModel | None,
     ) -> None:
+        self.num_columns = 1 if reference is None else 2
         self.correct: Tensor | None = None
         self.entropies: Tensor | None = None
         self._head_forward = head_forward
@@ -255,9 +258,9 @@ class _HeadPass:
         self._entropies_by_chunk: dict[int, Tensor] = {}
 
     def losses(self, hidden: Tensor) -> Tensor:
-        """Return the losses of the targets, (1, N, 1), from hidden states (B, T, D), and set ``correct``.
+        """Compute all targets from hidden states (B, T, D); set ``correct``, and ``entropies`` if requested.
 
-        With a reference model, return losses and divergences, (1, N, 2). Without targets, return one loss of 0.
+        Return (1, N, columns), with as many dimensions as logits have. Without targets, return one target of zeros.
         """
         hidden = hidden.flatten(0, 1)  # (B * T, D)
         if not len(self._positions):
@@ -272,16 +275,13 @@ class _HeadPass:
         self.correct = torch.cat(list(self._correct_by_chunk.values()))
         if self._entropy_top_k:
             self.entropies = torch.cat(list(self._entropies_by_chunk.values()))
-        # For FSDP a new tensor, not a view.
-        return torch.cat(losses).unsqueeze(0).clone()
+        return torch.cat(losses).unsqueeze(0).clone()  # for FSDP, a new tensor instead of a view
 
     def _zero_loss(self, hidden: Tensor) -> Tensor:
-        """Return a loss of 0, (1, 1, 1), or (1, 1, 2) with a reference model, for a micro-batch without targets.
-
-        It depends on a logit, because every parameter must take part in the backward pass, or other ranks would wait.
-        """
+        """Return zeros, (1, 1, columns), for a micro-batch without targets."""
+        # With a gradient for every parameter, because other ranks would wait for it.
         zero = self._head_forward(hidden[:1]).float().sum(-1) * 0.0
-        return zero[None, :, None].repeat(1, 1, 1 if self._reference is None else 2)
+        return zero[None, :, None].repeat(1, 1, self.num_columns)
 
     def _chunks(self, hidden: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """Return chunks of the targets: hidden states, labels, and hidden states of the reference model or None."""
@@ -292,9 +292,9 @@ class _HeadPass:
         return list(zip(hidden_chunks, torch.split(self._labels, self._chunk_size), reference_chunks, strict=True))
 
     def _chunk_losses(self, number: int, hidden: Tensor, labels: Tensor, reference_hidden: Tensor | None) -> Tensor:
-        """Return the losses of chunk ``number`` with C targets, (C, 1), or losses and divergences, (C, 2)."""
+        """Return (C, columns) for the C targets of chunk ``number``, and record which predictions are correct."""
         logits = self._head_forward(hidden).float()
-        if number not in self._correct_by_chunk:  # not when the backward pass recomputes the logits
+        if number not in self._correct_by_chunk:  # not again when the backward pass recomputes the logits
             self._correct_by_chunk[number] = logits.detach().argmax(-1) == labels
             if self._entropy_top_k:
                 self._entropies_by_chunk[number] = top_k_entropy(logits.detach(), self._entropy_top_k)
@@ -466,15 +466,15 @@ class RouterBalance:
         self._coefficient = coefficient
         self._tokens: Tensor | None = None  # of the micro-batch inside ``added_to_gradients``
         self._world_size = 1
-        self._layer_weight = torch.zeros(())  # of a layer's loss, in the micro-batch
-        self._balances: list[Tensor] = []
+        self._layer_weight = torch.zeros(())  # factor of each layer's loss in this micro-batch
+        self._layer_losses: list[Tensor] = []  # of the step so far, weighted
         logits_indices = _logits_index_by_router_class(model)
         self._num_layers = 0
         for module in model.modules():
             for router_class, logits_index in logits_indices.items():
                 if isinstance(module, router_class):
                     self._num_layers += 1
-                    # Not a closure, which deep copies of the model would share.
+                    # A deep copy of the model also copies a partial and its ``self``, but it would share a closure.
                     module.register_forward_hook(partial(self._after_router, logits_index))
         if not self._num_layers:
             raise ConfigError(
@@ -498,8 +498,8 @@ class RouterBalance:
 
     def take_step_loss(self) -> Tensor:
         """Return this rank's part of the step's load-balancing loss, float32, 0-d, and reset it for the next step."""
-        balances, self._balances = self._balances, []
-        return torch.stack(balances).sum() if balances else torch.zeros(())
+        losses, self._layer_losses = self._layer_losses, []
+        return torch.stack(losses).sum() if losses else torch.zeros(())
 
     def _after_router(self, logits_index: int, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Attach the gradient of the load-balancing loss to the weights of the chosen experts in a router's output."""
@@ -513,7 +513,7 @@ class RouterBalance:
 
     def backward_of(self, balance: Tensor) -> Tensor:
         """Record a layer's loss, and return its gradient, 0-d; runs once per layer, even if layers are recomputed."""
-        self._balances.append(balance.detach() * self._layer_weight)
+        self._layer_losses.append(balance.detach() * self._layer_weight)
         return self._coefficient * self._world_size * self._layer_weight
 
 

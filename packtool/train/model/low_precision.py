@@ -72,7 +72,7 @@ def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Modu
     if recipe == "nvfp4":
         return BlockRounding(_round_nvfp4_tokens), BlockRounding(_round_nvfp4_weight)
     quantizer: Any = FakeQuantizerBase.from_config
-    float8 = Float8FakeQuantizeConfig()  # with a scale for each row: for each token of the inputs
+    float8 = Float8FakeQuantizeConfig()  # one scale for each row, which for inputs is a token
     if recipe == "int4":
         return None, quantizer(Int4WeightFakeQuantizeConfig(group_size, torch.bfloat16))
     if recipe == "int8-int4":
@@ -81,7 +81,7 @@ def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Modu
         return quantizer(inputs), quantizer(weights)
     if recipe == "fp8-int4":
         return quantizer(float8), quantizer(Int4WeightFakeQuantizeConfig(group_size, torch.float8_e4m3fn))
-    assert recipe == "fp8", "a value of --qat"
+    assert recipe == "fp8", "the only other value of --qat"
     return quantizer(float8), quantizer(float8)
 
 
@@ -131,11 +131,7 @@ def _round_nvfp4_tokens(inputs: Tensor) -> Tensor:
 
 
 def use_float8(model: Any, towers: Towers) -> None:
-    """Let the linear layers of the language model multiply in float8, in place; the head keeps its precision.
-
-    Rows and columns have their own scales (torchao's recipe ``rowwise``). Without a GPU, float8 is emulated. A model on
-    the meta device stays unchanged: estimates of memory are the same, as float8 keeps the same tensors for gradients.
-    """
+    """Let linear layers of the language model, but not its head, multiply in float8, in place; emulated on a CPU."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     on_gpu = torch.cuda.is_available()
@@ -144,15 +140,15 @@ def use_float8(model: Any, towers: Towers) -> None:
             f"--fp8 true: {torch.cuda.get_device_name()} cannot multiply float8 numbers",
             "It needs compute capability 8.9 or higher (Ada, Hopper, Blackwell); leave --fp8 out.",
         )
-    if next(model.parameters()).is_meta:
+    if next(model.parameters()).is_meta:  # for estimates of memory, which float8 does not change
         return
     head = model.get_output_embeddings()
     layers = set()
     for _, linear in _text_layers(model, towers):
-        has_valid_shape = not any(size % _FLOAT8_MULTIPLE for size in linear.weight.shape)
+        has_valid_shape = all(size % _FLOAT8_MULTIPLE == 0 for size in linear.weight.shape)
         if linear is not head and has_valid_shape:
             layers.add(linear)
-    recipe: Any = Float8LinearConfig.from_recipe_name("rowwise")
-    # For gradients of weights, the number of tokens is padded to a multiple of 16 (``pad_inner_dim``).
+    recipe: Any = Float8LinearConfig.from_recipe_name("rowwise")  # rows and columns have their own scales
+    # ``pad_inner_dim`` pads the number of tokens to a multiple of 16, in the product for a weight's gradient.
     config = dataclasses.replace(recipe, pad_inner_dim=True, emulate=not on_gpu)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: module in layers)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from packtool.train.model.sharding import expert_weights, layers_of_model, shard
 from packtool.train.model.trace import PassBytes, trace_pass
 from packtool.train.prepare.costs import with_recomputing
 from packtool.train.prepare.figures import NO_MEDIA, RankTokens, longest_micro_batches, peak_memory_batches
-from packtool.train.prepare.parallelism import axes_of, with_shares, zero_stage
+from packtool.train.prepare.parallelism import axes_of, with_sequence_parallel_size, zero_stage
 from packtool.train.prepare.preview import Preview
 
 MAX_CHECKED_SAMPLES = 4
@@ -55,6 +55,7 @@ PassTracer = Callable[[TrainConfig, PreTrainedConfig, torch.dtype, RankTokens, A
 _LOG = logging.getLogger("packtool.train.memory")
 _GIB = 2**30
 _MAX_TRACED_TOKENS = 1 << 18  # longer passes are extrapolated
+_MAX_TRACED_WITH_PROCESSOR = 1 << 14  # the same for models whose images are real data while they are traced
 _ASSUMED_LENGTH = 1 << 17  # of the longest sample without --max-length, in tokens
 _FEW_TOKENS, _MORE_TOKENS = 2048, 4096  # traced for the bytes of each token
 _BUCKET_MULTIPLE = 128
@@ -127,26 +128,31 @@ def estimate_memory(
         dtype: precision of the computation.
         micro_batches: those that may need most memory; by default the longest one, text only.
     """
+    quantized = quantized_layers(model, model_config.model_type, config)
+    micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), NO_MEDIA)
+    num_tokens = micro_batches[0].computed
+    activations = None
+    pass_bytes = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
+    known_bytes = [num_bytes for num_bytes in pass_bytes if num_bytes is not None]
+    if len(known_bytes) == len(pass_bytes):
+        # A quantized layer is dequantized while it computes.
+        dequantized_bytes = max((unsharded_numel(layer.weight) for layer in quantized), default=0) * dtype.itemsize
+        max_bytes = max(*known_bytes, _check_bytes(config, model_config, num_tokens))
+        activations = (max_bytes + dequantized_bytes) / _GIB
+    memory_of_weights = _memory_of_weights(config, model, dtype, world_size, quantized)
+    return MemoryEstimate(activations=activations, num_tokens=num_tokens, **memory_of_weights)
+
+
+def _memory_of_weights(
+    config: TrainConfig, model: nn.Module, dtype: torch.dtype, world_size: int, quantized: list[nn.Linear]
+) -> dict[str, Any]:
+    """Return the fields of ``MemoryEstimate`` that depend on the weights, not on micro-batches."""
     parameters = parameter_sizes(model)
     trained = [parameter for parameter in parameters if parameter.is_trained]
     trained_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
-    quantized = quantized_layers(model, model_config.model_type, config)
     weight_bytes, unsharded_scale_bytes = _weight_bytes(parameters, quantized, config, dtype)
     if config.asft_alpha is not None:
         weight_bytes *= 2  # the copy of the initial model
-    # A quantized layer is dequantized while it computes.
-    dequantized_bytes = max((unsharded_numel(layer.weight) for layer in quantized), default=0) * dtype.itemsize
-    micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), NO_MEDIA)
-    pass_bytes = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
-    known_pass_bytes = [num_bytes for num_bytes in pass_bytes if num_bytes is not None]
-    num_tokens = micro_batches[0].computed
-    logit_bytes = 0  # of the check before the first step: three float32 tensors
-    if config.removes_padding and config.verify_packing:
-        num_positions = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
-        logit_bytes = 3 * torch.float32.itemsize * num_positions * int(model_config.get_text_config().vocab_size)
-    activations = None
-    if len(known_pass_bytes) == len(pass_bytes):
-        activations = (max(*known_pass_bytes, logit_bytes) + dequantized_bytes) / _GIB
     # Stage 1 shards optimizer states, 2 also gradients, 3 also weights, as FSDP and expert parallelism do.
     stage = 3 if shards_weights(config) else zero_stage(config)
     # DDP's buckets are copies of the gradients, not views.
@@ -156,17 +162,23 @@ def estimate_memory(
         """Return a rank's GiB of something that is sharded from this stage on."""
         return num_bytes / _GIB / (world_size if stage >= from_stage else 1)
 
-    return MemoryEstimate(
-        weights=sharded_gib(weight_bytes, from_stage=3) + unsharded_scale_bytes / _GIB,
-        gradients=sharded_gib(trained_bytes, from_stage=2),
-        optimizer=sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, from_stage=1),
-        activations=activations,
-        gathered=_gathered_bytes(model, dtype, config, quantized) / _GIB if stage >= 3 else 0.0,
-        buckets=bucket_bytes / _GIB,
-        num_tokens=num_tokens,
-        num_parameters=sum(parameter.num_elements for parameter in parameters),
-        num_trainable=sum(parameter.num_elements for parameter in trained),
-    )
+    return {
+        "weights": sharded_gib(weight_bytes, from_stage=3) + unsharded_scale_bytes / _GIB,
+        "gradients": sharded_gib(trained_bytes, from_stage=2),
+        "optimizer": sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, from_stage=1),
+        "gathered": _gathered_bytes(model, dtype, config, quantized) / _GIB if stage >= 3 else 0.0,
+        "buckets": bucket_bytes / _GIB,
+        "num_parameters": sum(parameter.num_elements for parameter in parameters),
+        "num_trainable": sum(parameter.num_elements for parameter in trained),
+    }
+
+
+def _check_bytes(config: TrainConfig, model_config: PreTrainedConfig, num_tokens: int) -> int:
+    """Return the bytes of logits, three float32 tensors, in the check before the first step; 0 if there is none."""
+    if not (config.removes_padding and config.verify_packing):
+        return 0
+    num_positions = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
+    return 3 * torch.float32.itemsize * num_positions * int(model_config.get_text_config().vocab_size)
 
 
 def _weight_bytes(
@@ -209,28 +221,27 @@ def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]) -> float:
     """Return the unsharded bytes that FSDP or ZeRO-3 holds at its peak; ``quantized`` are the quantized layers."""
-    bytes_by_id = _gathered_bytes_by_id(model, dtype, config, quantized)
+    bytes_by_id = _unsharded_bytes_by_id(model, dtype, config, quantized)
 
-    def gathered_bytes(parameters: Iterable[nn.Parameter]) -> float:
+    def total_bytes(parameters: Iterable[nn.Parameter]) -> float:
         return sum((bytes_by_id[id(parameter)] for parameter in parameters), 0.0)
 
-    outside = {id(weight): weight for weight in model.parameters()}  # weights outside of layers
-    weight_bytes, gradient_bytes = [0.0], [0.0]  # of each layer; the first entries are for models without layers
+    in_layers: set[int] = set()  # ids of weights
+    bytes_of_layers = [(0.0, 0.0)]  # of weights and of gradients; the first entry is for models without layers
     for layer in layers_of_model(model):
         weights = list(layer.parameters())
-        weight_bytes.append(gathered_bytes(weights))
-        gradient_bytes.append(gathered_bytes(weight for weight in weights if weight.requires_grad))
-        for weight in weights:
-            outside.pop(id(weight), None)
-    outside_bytes = gathered_bytes(outside.values())
-    max_weight_bytes, max_gradient_bytes = max(zip(weight_bytes, gradient_bytes, strict=True))
+        in_layers.update(map(id, weights))
+        trained = (weight for weight in weights if weight.requires_grad)
+        bytes_of_layers.append((total_bytes(weights), total_bytes(trained)))
+    outside_bytes = total_bytes(weight for weight in model.parameters() if id(weight) not in in_layers)
+    largest_weight_bytes, largest_gradient_bytes = max(bytes_of_layers)
     if "shard_grad_op" in config.fsdp:  # keeps all weights from the forward pass to the backward pass
-        return outside_bytes + sum(weight_bytes) + max_gradient_bytes
-    # The next layer, which counts as the largest one, is prefetched.
-    return outside_bytes + 2 * max_weight_bytes + max_gradient_bytes
+        return outside_bytes + sum(weight_bytes for weight_bytes, _ in bytes_of_layers) + largest_gradient_bytes
+    # Beside the largest layer there are the weights of the next one, prefetched, which may be as large.
+    return outside_bytes + 2 * largest_weight_bytes + largest_gradient_bytes
 
 
-def _gathered_bytes_by_id(
+def _unsharded_bytes_by_id(
     model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]
 ) -> dict[int, float]:
     """Return the bytes of each weight when a rank has gathered it, by the ``id`` of the weight."""
@@ -254,32 +265,26 @@ def traced_bytes(
 ) -> int | None:
     """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable.
 
-    Memory is linear in tokens, so that of a long pass is extrapolated from two shorter ones: to trace it, real tensors
-    such as positions might fill this machine's memory. ``trace`` returns the bytes of a pass.
+    Long passes are extrapolated, because their real tensors, such as positions, might fill this machine's memory.
     """
-    trace = trace or traced_pass_bytes
-    axes = axes or Axes()
+
+    def trace_bytes(batch: RankTokens) -> int:
+        arguments = config, model_config, dtype, batch, axes or Axes()
+        return traced_pass(*arguments).peak if trace is None else trace(*arguments)
+
     try:
-        max_traced = _MAX_TRACED_TOKENS
-        if family_of(model_config.to_dict()).processor_inputs:  # images are real data while they are traced
-            max_traced //= 16
+        has_processor = bool(family_of(model_config.to_dict()).processor_inputs)
+        max_traced = _MAX_TRACED_WITH_PROCESSOR if has_processor else _MAX_TRACED_TOKENS
         if tokens.computed <= max_traced:
-            return trace(config, model_config, dtype, tokens, axes)
-        num_short = max_traced // 2
-        short_bytes = trace(config, model_config, dtype, tokens.scaled(num_short), axes)
-        long_bytes = trace(config, model_config, dtype, tokens.scaled(max_traced), axes)
-        return short_bytes + int((long_bytes - short_bytes) / num_short * (tokens.computed - num_short))
+            return trace_bytes(tokens)
+        num_short, num_long = max_traced // 2, max_traced
+        short_bytes, long_bytes = trace_bytes(tokens.scaled(num_short)), trace_bytes(tokens.scaled(num_long))
+        token_bytes = (long_bytes - short_bytes) / (num_long - num_short)
+        return short_bytes + int(token_bytes * (tokens.computed - num_short))
     except (ConfigError, RuntimeError, TypeError, ValueError) as error:
         # The model reads values during its forward, or does not take the batch's inputs.
         _LOG.debug("the memory of a pass cannot be traced: %r", error)
         return None
-
-
-def traced_pass_bytes(
-    config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
-) -> int:
-    """Trace a forward and backward pass of one rank; return its peak bytes. Takes seconds."""
-    return traced_pass(config, model_config, dtype, tokens, axes).peak
 
 
 @quiet_transformers()
@@ -321,8 +326,7 @@ class CachedTracer:
     ) -> int:
         """Return a lower bound of the peak bytes, from the passes traced so far; 0 if none is comparable.
 
-        Comparable passes have no more tokens of any kind, and the same sequence parallelism or none: a pass of a shared
-        sequence needs no less memory than one with as many tokens of an unshared sequence.
+        Comparable passes have no more tokens of any kind, and the same sequence parallelism or none, which needs less.
         """
         tokens = tokens.scaled(_MAX_TRACED_TOKENS) if tokens.computed > _MAX_TRACED_TOKENS else tokens
         smaller = (
@@ -363,10 +367,10 @@ def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
     runs = []
-    for (packing_length, sequence_parallel_size), plan in _plans_of_epochs(preview).items():
+    for (packing_length, sequence_parallel_size), plan in _plans_by_lengths_and_sizes(preview).items():
         run_config = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
         run_config = with_recomputing(run_config, knows_memory=config.hardware is not None)
-        run_config = with_shares(run_config, sequence_parallel_size)
+        run_config = with_sequence_parallel_size(run_config, sequence_parallel_size)
         world = World(size=config.world_size, sequence_parallel_size=sequence_parallel_size)
         axes = axes_of(run_config, world, files, preview.inputs.lengths, trained=True)
         dtype = resolve_dtype(model, run_config, on_gpu=True)
@@ -375,7 +379,7 @@ def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
     return runs
 
 
-def _plans_of_epochs(preview: Preview) -> dict[tuple[int | None, int], EpochPlan]:
+def _plans_by_lengths_and_sizes(preview: Preview) -> dict[tuple[int | None, int], EpochPlan]:
     """Return the plan of an epoch for each packing length and sequence parallel size of the stages."""
     plans: dict[tuple[int | None, int], EpochPlan] = {}
     for stage in preview.timeline.stages:
@@ -423,21 +427,26 @@ def _largest_bucket(config: TrainConfig, model: PreTrainedConfig, world: World, 
     usable_bytes = _usable_bytes(config)
     fixed_bytes, few_tokens_bytes = _few_tokens_memory(config, model, dtype, world, axes)
     activation_budget = usable_bytes - fixed_bytes
-    trace_tokens = partial(_text_pass_bytes, config, model, dtype, axes=axes)
-    if trace_tokens(_BUCKET_MULTIPLE) > activation_budget:  # even the smallest bucket is too large
-        raise ConfigError(
-            f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
-            f"{usable_bytes / _GIB:.1f} GiB",
-            "Shard them with --fsdp full_shard, train adapters with --train-type lora, or give a number of tokens.",
-        )
+    bytes_of_tokens = partial(_text_pass_bytes, config, model, dtype, axes=axes)
+    if bytes_of_tokens(_BUCKET_MULTIPLE) > activation_budget:
+        raise _no_bucket_error(fixed_bytes, usable_bytes)
     token_bytes = bytes_per_token(config, model, dtype, axes)
-    estimated_tokens = int(_FEW_TOKENS + (activation_budget - few_tokens_bytes) / token_bytes)
-    num_tokens = _reduce_to_budget(estimated_tokens, activation_budget, token_bytes, trace_tokens)
+    num_more_tokens = (activation_budget - few_tokens_bytes) / token_bytes  # than ``_FEW_TOKENS``: memory is linear
+    estimated_tokens = int(_FEW_TOKENS + num_more_tokens)
+    num_tokens = _reduce_to_budget(estimated_tokens, activation_budget, token_bytes, bytes_of_tokens)
     progress.note(
         f"bucket size: {num_tokens:,} tokens per process; weights, gradients and optimizer need "
         f"{fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} GiB, and each token {token_bytes / 1024:,.1f} KiB"
     )
     return num_tokens
+
+
+def _no_bucket_error(fixed_bytes: float, usable_bytes: float) -> ConfigError:
+    return ConfigError(
+        f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
+        f"{usable_bytes / _GIB:.1f} GiB",
+        "Shard them with --fsdp full_shard, train adapters with --train-type lora, or give a number of tokens.",
+    )
 
 
 def _few_tokens_memory(

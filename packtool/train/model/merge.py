@@ -46,8 +46,7 @@ class MergeResult:
 def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     """Merge an adapter into its base model, and write the model with tokenizer, processor and settings.
 
-    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU. If the
-    model cannot be written, incomplete files are deleted.
+    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU.
     """
     trained = TrainedModel.find(config.adapter, config.base_model)
     if trained.adapter is None:
@@ -60,20 +59,20 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     dtype = base_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
-        # Not in the precision of the output, because only the sums of the merge are rounded to it.
+        # In the precision of the base model: the weights are rounded to that of the output after the merge.
         model = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
         restore_float32_weights(model, base_directory)
-        kept_names: Collection[str] = ()  # of weights that are not converted
+        unloaded = unloaded_tensors(model, base_directory)  # tensors of the base model that transformers does not load
+        float32_names: Collection[str] = ()  # of weights that stay in float32
         if config.torch_dtype == "auto":
-            kept_names = SavedPrecision.of(base_config, model).float32_names
-        unloaded = unloaded_tensors(model, base_directory)
+            float32_names = SavedPrecision.of(base_config, model).float32_names
         merged, num_merged = _merge(model, trained.adapter)
-        _convert_weights(merged, dtype, kept_names)
-        with _new_directory(output) as incomplete:
-            merged.save_pretrained(incomplete)
-            add_unloaded_tensors(incomplete, unloaded)
-            copy_processor(base_directory, incomplete)
-            copy_processor(trained.adapter, incomplete)  # replaces the chat template by that of the training
+        _convert_weights(merged, dtype, float32_names)
+        with _new_directory(output) as directory:
+            merged.save_pretrained(directory)
+            add_unloaded_tensors(directory, unloaded)
+            copy_processor(base_directory, directory)
+            copy_processor(trained.adapter, directory)  # replaces the chat template by that of the training
         for line in unloaded_lines(unloaded, trained.base):
             progress.note(line)
     return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
@@ -87,7 +86,7 @@ def _check_is_empty(output: str) -> None:
 
 @contextmanager
 def _new_directory(path: str) -> Iterator[str]:
-    """Yield a temporary directory, which becomes ``path`` at the end; errors of writing are StorageErrors."""
+    """Yield a temporary directory, which becomes ``path`` at the end; errors of writing delete it (StorageError)."""
     incomplete = f"{path}.part"
     shutil.rmtree(incomplete, ignore_errors=True)
     with saving(incomplete, "Free some space, or give another --output; the adapter is unchanged."):

@@ -27,27 +27,30 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        # These two optimizers, made for a placeholder weight, only supply settings and the computation of a step. The
-        # groups and states of the real weights belong to the optimizer that is made here.
-        muon = Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        adamw = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        self._optimizers = {True: muon, False: adamw}  # by whether a group of weights "is_muon"
-        weights_by_is_muon: dict[bool, list[Tensor]] = {True: [], False: []}
+        # Made for placeholder weights: they supply default settings, and ``step`` lends them the real weights.
+        self._muon: Optimizer = Muon(
+            [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw: Optimizer = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+        hidden_matrices: list[Tensor] = []
+        other_weights: list[Tensor] = []
         for name, weight in named_parameters:
             if weight.requires_grad:
                 is_hidden_matrix = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
-                weights_by_is_muon[is_hidden_matrix].append(weight)
+                weights = hidden_matrices if is_hidden_matrix else other_weights
+                weights.append(weight)
         groups: list[dict[str, Any]] = []
-        for is_muon, weights in weights_by_is_muon.items():
-            if weights:
-                groups.append({**self._optimizers[is_muon].defaults, "params": weights, "is_muon": is_muon})
+        if hidden_matrices:
+            groups.append({**self._muon.defaults, "params": hidden_matrices, "is_muon": True})
+        if other_weights:
+            groups.append({**self._adamw.defaults, "params": other_weights, "is_muon": False})
         super().__init__(groups, defaults={})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient."""
         assert closure is None, "the Trainer gives none"
-        for is_muon, optimizer in self._optimizers.items():
+        for optimizer, is_muon in ((self._muon, True), (self._adamw, False)):
             optimizer.param_groups = [group for group in self.param_groups if group["is_muon"] == is_muon]
             optimizer.state = self.state
             optimizer.step()

@@ -61,10 +61,7 @@ def keeps_masters(run: TrainConfig) -> bool:
 
 
 def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig) -> torch.dtype:
-    """Return the precision to read weights in: the computation's, or float32 if master weights would lose digits.
-
-    With ``--torch-dtype float32`` all weights are read in float32, even with ``--bf16`` or ``--fp16``.
-    """
+    """Return the precision to read weights in: the computation's, or float32 if master weights would lose digits."""
     if run.torch_dtype == "float32":
         return torch.float32
     loses_digits = dtype in _HALF_PRECISION and dtype != checkpoint_dtype(config)
@@ -86,10 +83,7 @@ def convert_trained_to_float32(model: nn.Module) -> None:
 
 
 def precision_line(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved_dtype: torch.dtype) -> str:
-    """Describe the precision of a run's weights in memory, in the computation and in checkpoints.
-
-    ``dtype`` is the precision of the computation, and ``saved_dtype`` that of checkpoints.
-    """
+    """Describe the precision of a run's weights in memory, in the computation (``dtype``) and in checkpoints."""
     trained_dtypes = _dtype_names(weight for weight in model.parameters() if weight.requires_grad)
     frozen_dtypes = _dtype_names(weight for weight in model.parameters() if not weight.requires_grad)
     frozen_dtypes -= {"int8", "uint8"}  # of quantized weights, which quantization_lines describes
@@ -163,20 +157,20 @@ def save_master_weights(
 ) -> None:
     """Write the master weights of a checkpoint: trained weights that its model files do not have, or have rounded.
 
-    Files may lack weights under their names here: transformers saves the experts of a mixture one by one.
-
     Args:
         saved: precision of the model files, which are already written.
-        weights: if the model is sharded, its full weights, of any shape, by name; then all trained ones are written.
+        weights: full weights of a sharded model by name, of any shape; all trained ones are written.
     """
-    names_in_files: set[str] = set()
-    if weights is None:
-        names_in_files.update(_names_in_model_files(checkpoint))
+    # Without experts of mixtures, which transformers saves one by one, under other names.
+    names_in_files = set(_names_in_model_files(checkpoint))
     masters = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (name not in names_in_files or saved.is_rounded(name, parameter)):
-            weight = parameter if weights is None else weights[name]
-            masters[name] = weight.detach().contiguous()
+        if not parameter.requires_grad:
+            continue
+        if weights is not None:
+            masters[name] = weights[name].detach().contiguous()
+        elif name not in names_in_files or saved.is_rounded(name, parameter):
+            masters[name] = parameter.detach().contiguous()
     if masters:
         save_file(masters, os.path.join(checkpoint, MASTER_NAME))
 
@@ -279,8 +273,8 @@ def _store(value: Tensor, rounded: Tensor, lost: Tensor) -> None:
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return the number of trainable parameters and of all parameters."""
-    sizes = [(unsharded_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
+    num_trainable = sum(unsharded_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    return num_trainable, sum(map(unsharded_numel, model.parameters()))
 
 
 def unsharded_numel(parameter: Tensor) -> int:
@@ -300,8 +294,7 @@ def quantization_config(
 
     Args:
         dtype: precision of the weights that are not quantized, in which quantized layers compute.
-        computation_dtype: precision in which FSDP or DeepSpeed computes, by default ``dtype``. Sharded 4-bit weights
-            are stored as numbers of this type, because FSDP and DeepSpeed would convert those of another type.
+        computation_dtype: precision in which FSDP or DeepSpeed computes, by default ``dtype``.
     """
     if options.quant_bits is None:
         return None
@@ -313,17 +306,18 @@ def quantization_config(
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
-    storage_dtype = (computation_dtype or dtype) if is_sharded else None
-    stored_config = getattr(config, "quantization_config", None)
-    if stored_config:  # the checkpoint is already quantized, and its storage type cannot be changed
-        _check_stored_quantization(stored_config, options, storage_dtype)
-        return BitsAndBytesConfig(**{**stored_config, "bnb_4bit_compute_dtype": dtype})  # type: ignore[no-untyped-call]
-    uses_4_bits = options.quant_bits == 4
+    # FSDP and DeepSpeed would convert 4-bit weights that are stored as numbers of another type.
+    sharded_dtype = (computation_dtype or dtype) if is_sharded else None
+    stored: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
+    if stored:  # the checkpoint is already quantized
+        _check_stored_quantization(stored, options, sharded_dtype)
+        settings = dict(stored, bnb_4bit_compute_dtype=dtype)
+        return BitsAndBytesConfig(**settings)  # type: ignore[no-untyped-call]
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=uses_4_bits,
-        load_in_8bit=not uses_4_bits,
+        load_in_4bit=options.quant_bits == 4,
+        load_in_8bit=options.quant_bits == 8,
         bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=storage_dtype or torch.uint8,
+        bnb_4bit_quant_storage=sharded_dtype or torch.uint8,
         bnb_4bit_quant_type=options.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=options.bnb_4bit_use_double_quant,
         llm_int8_skip_modules=list(_unquantized(config.model_type)),
@@ -331,21 +325,20 @@ def quantization_config(
 
 
 def _check_stored_quantization(
-    stored: Mapping[str, Any], options: QuantizationOptions, storage_dtype: torch.dtype | None
+    stored: Mapping[str, Any], options: QuantizationOptions, sharded_dtype: torch.dtype | None
 ) -> None:
     """Raise a ConfigError if a quantized checkpoint has another quantization than the options.
 
-    ``storage_dtype`` is the type of the numbers that sharded 4-bit weights must be stored as; None without sharding.
+    ``sharded_dtype``: type that sharded 4-bit weights must be stored as; None without sharding.
     """
     expected: dict[str, Any] = {f"load_in_{options.quant_bits}bit": True}
     if options.quant_bits == 4:
         expected["bnb_4bit_quant_type"] = options.bnb_4bit_quant_type
-    if storage_dtype is not None:
-        expected["bnb_4bit_quant_storage"] = _name(storage_dtype)
-    differences = []
-    for name, value in expected.items():
-        if stored.get(name) != value:
-            differences.append(f"{name} is {stored.get(name)}, not {value}")
+    if sharded_dtype is not None:
+        expected["bnb_4bit_quant_storage"] = _name(sharded_dtype)
+    differences = [
+        f"{name} is {stored.get(name)}, not {value}" for name, value in expected.items() if stored.get(name) != value
+    ]
     if differences:
         raise ConfigError(
             f"--quant-bits {options.quant_bits}: the weights of --model are already quantized "

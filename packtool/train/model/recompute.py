@@ -34,7 +34,14 @@ from packtool.simulate.hardware import read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights
 from packtool.train.model.loss import base_model
-from packtool.train.model.memory import device_bytes, estimate_memory, planned_runs, traced_bytes, traced_pass
+from packtool.train.model.memory import (
+    PlannedRun,
+    device_bytes,
+    estimate_memory,
+    planned_runs,
+    traced_bytes,
+    traced_pass,
+)
 from packtool.train.model.trace import PassBytes
 from packtool.train.model.trainable import switchable_layers, tower_prefixes
 from packtool.train.prepare.cached import CachedSource
@@ -167,32 +174,30 @@ def budget_of(config: TrainConfig) -> float | None:
     return device_bytes(on_gpu=True) if torch.cuda.is_available() else None
 
 
-def plan_layers_of_run(
+def plan_recomputation_of_run(
     run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None
 ) -> tuple[LayerPlan | None, str]:
-    """Plan the layers that recompute in a run with ``--gradient-checkpointing auto``; takes seconds.
+    """Plan the layers that recompute in devices of ``budget`` bytes, None if unknown; takes seconds.
 
-    ``budget`` is the memory of the smallest device in bytes, None if unknown. Return the plan, or None if all layers
-    recompute, and a line for the user.
+    Return the plan, or None if all layers recompute, and a line for the user.
     """
-    peaks: list[RankTokens] = []
-    for number in range(len(run.step_configs)):  # one for each stage
-        peaks += run.peak_memory_batches(number)
+    stages = range(len(run.step_configs))
+    peak_batches = [batch for stage in stages for batch in run.peak_memory_batches(stage)]
     try:
-        config, axes = _longest_stage(run.step_configs)
-        layer_plan = plan_layers(
-            config, axes, peaks, spec.config, dtype=dtype, world_size=run.world.size, budget=budget
+        config, axes = _stage_with_longest_packs(run.step_configs)
+        layer_plan = plan_recomputation(
+            config, axes, peak_batches, spec.config, dtype=dtype, world_size=run.world.size, budget=budget
         )
     except UnsupportedModelError as error:
         return None, _all_layers_line(error)
-    if run.config.removes_padding and isinstance(run.source, CachedSource):
+    tokens = _tokens_by_kind(peak_batches)
+    if run.config.removes_padding and isinstance(run.source, CachedSource):  # the lengths of all batches are known
         epoch_plan = run.source.timeline.span_at(run.start).plan
-        return layer_plan, layer_plan.line(**tokens_per_micro_batch(epoch_plan, run.source.inputs))
-    # Lengths of streamed or padded micro-batches are not known yet.
-    return layer_plan, layer_plan.line(**_tokens_of_batches(peaks))
+        tokens = tokens_per_micro_batch(epoch_plan, run.source.inputs)
+    return layer_plan, layer_plan.line(**tokens)
 
 
-def _longest_stage(step_configs: Sequence[tuple[TrainConfig, Axes]]) -> tuple[TrainConfig, Axes]:
+def _stage_with_longest_packs(step_configs: Sequence[tuple[TrainConfig, Axes]]) -> tuple[TrainConfig, Axes]:
     """Return the settings of the stage with the longest packs; raise if stages differ in sequence parallelism."""
     longest, axes = max(step_configs, key=lambda pair: pair[0].packing_length or 0)
     if any(other_axes != axes for _, other_axes in step_configs):
@@ -200,44 +205,44 @@ def _longest_stage(step_configs: Sequence[tuple[TrainConfig, Axes]]) -> tuple[Tr
     return longest, axes
 
 
-def plan_layers_of_preview(config: PlanConfig, preview: Preview) -> list[tuple[dict[str, Any] | None, str]]:
-    """Plan the layers that recompute, for each run of a plan with ``--gradient-checkpointing auto``; takes seconds.
+def plan_recomputation_of_preview(config: PlanConfig, preview: Preview) -> list[tuple[dict[str, Any] | None, str]]:
+    """Plan the layers that recompute in each run of a plan with ``--gradient-checkpointing auto``; takes seconds.
 
-    Return, for each, its figures by their names in JSON, or None if all layers recompute, and a line for the user.
+    Return each run's figures by their names in JSON (None if all layers recompute), and a line for the user.
     """
-    results: list[tuple[dict[str, Any] | None, str]] = []
-    for run in planned_runs(config, preview):
-        if not run.config.plans_recomputation:
-            continue
-        peaks = run.micro_batches
-        budget = budget_of(dataclasses.replace(run.config, dry_run=True))  # of the planned hardware
-        try:
-            layer_plan = plan_layers(
-                run.config, run.axes, peaks, run.model, dtype=run.dtype, world_size=config.world_size, budget=budget
-            )
-        except UnsupportedModelError as error:
-            results.append((None, _all_layers_line(error)))
-            continue
-        tokens = _tokens_of_batches(peaks)
-        if run.config.removes_padding and preview.inputs.reader is not None:
-            tokens = tokens_per_micro_batch(run.plan, preview.inputs)
-        results.append((layer_plan.figures(**tokens), layer_plan.line(**tokens)))
-    return results
+    runs = [run for run in planned_runs(config, preview) if run.config.plans_recomputation]
+    return [_plan_recomputation_of(run, preview, config.world_size) for run in runs]
+
+
+def _plan_recomputation_of(run: PlannedRun, preview: Preview, world_size: int) -> tuple[dict[str, Any] | None, str]:
+    """Return the result of ``plan_recomputation_of_preview`` for one run."""
+    config, peak_batches = run.config, run.micro_batches
+    budget = budget_of(dataclasses.replace(config, dry_run=True))  # of --hardware in place of this machine
+    try:
+        layer_plan = plan_recomputation(
+            config, run.axes, peak_batches, run.model, dtype=run.dtype, world_size=world_size, budget=budget
+        )
+    except UnsupportedModelError as error:
+        return None, _all_layers_line(error)
+    tokens = _tokens_by_kind(peak_batches)
+    if config.removes_padding and preview.inputs.reader is not None:  # the lengths of all batches are known
+        tokens = tokens_per_micro_batch(run.plan, preview.inputs)
+    return layer_plan.figures(**tokens), layer_plan.line(**tokens)
 
 
 def _all_layers_line(error: UnsupportedModelError) -> str:
     return f"gradient checkpointing auto: all layers recompute, because {error.message}"
 
 
-def _tokens_of_batches(batches: Sequence[RankTokens]) -> dict[str, Any]:
-    """Return the numbers of tokens of micro-batches, an array (C,) for each kind."""
+def _tokens_by_kind(batches: Sequence[RankTokens]) -> dict[str, Any]:
+    """Return the numbers of tokens of C micro-batches, an array (C,) for each kind."""
     return {kind: np.array([getattr(batch, kind) for batch in batches]) for kind in _KINDS}
 
 
-def plan_layers(
+def plan_recomputation(
     config: TrainConfig,
     axes: Axes,
-    peaks: Sequence[RankTokens],
+    peak_batches: Sequence[RankTokens],
     model_config: PreTrainedConfig,
     *,
     dtype: torch.dtype,
@@ -247,28 +252,27 @@ def plan_layers(
 ) -> LayerPlan:
     """Plan how many layers recompute, from the bytes of traced passes.
 
-    ``peaks`` are the micro-batches that may need most memory, and ``budget`` is the memory of a device in bytes, None
-    if unknown. If layers cannot be planned, so that all must recompute, raise an UnsupportedModelError.
+    ``peak_batches`` are the micro-batches that may need most memory, and ``budget`` is the memory of a device in bytes,
+    None if unknown. If layers cannot be planned, so that all must recompute, raise an UnsupportedModelError.
     """
     if budget is None:
         raise UnsupportedModelError("the memory of the device is unknown", "Give --memory-budget.")
     model = model_without_weights(config, model_config, dtype)
     if not switchable_layers(model):
         raise UnsupportedModelError(f"layers of a {model_config.model_type} model cannot be switched one by one", "")
-    fixed = estimate_memory(
-        config, model, model_config, dtype=dtype, world_size=world_size, micro_batches=peaks, axes=axes, trace=no_bytes
-    )
+    setup: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "axes": axes}
+    fixed = estimate_memory(config, model, model_config, **setup, micro_batches=peak_batches, trace=no_bytes)
     fixed_bytes = fixed.total * _GIB
     pass_budget = _usable_pass_bytes(config, budget, fixed_bytes)
-    keeping = with_all_layers(config, recompute=False)
-    recomputing = with_all_layers(config, recompute=True)
-    kept_bound, kept_bytes = _trace_passes(keeping, axes, peaks, model_config, dtype, trace)
-    recomputed_bound, recomputed_bytes = _trace_passes(recomputing, axes, peaks, model_config, dtype, trace)
+    keeping_all = with_all_layers(config, recompute=False)
+    recomputing_all = with_all_layers(config, recompute=True)
+    bound_without, layer_bytes_without = _trace_passes(keeping_all, axes, peak_batches, model_config, dtype, trace)
+    bound_with, layer_bytes_with = _trace_passes(recomputing_all, axes, peak_batches, model_config, dtype, trace)
     return LayerPlan(
         budget=pass_budget,
-        without_recomputation=kept_bound,
-        with_recomputation=recomputed_bound,
-        saved_shares=_saved_shares(kept_bytes, recomputed_bytes),
+        without_recomputation=bound_without,
+        with_recomputation=bound_with,
+        saved_shares=_saved_shares(layer_bytes_without, layer_bytes_with),
         fixed=fixed_bytes,
         layer_flops=_layer_flops(config, model_config),
     )
@@ -289,10 +293,10 @@ def with_all_layers(config: TrainConfig, *, recompute: bool) -> TrainConfig:
 
 
 def _saved_shares(
-    kept_bytes: npt.NDArray[np.float64], recomputed_bytes: npt.NDArray[np.float64]
+    bytes_without: npt.NDArray[np.float64], bytes_with: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """Return ``LayerPlan.saved_shares`` from the bytes that each layer keeps without and with recomputation, (L,)."""
-    saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)
+    saved_bytes = np.maximum(bytes_without - bytes_with, 0.0)
     shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
     shares[-1] = 1.0  # despite rounding, and even if no layer saves anything
     return shares
@@ -312,36 +316,35 @@ def _layer_flops(config: TrainConfig, model_config: PreTrainedConfig) -> float:
 def _trace_passes(
     config: TrainConfig,
     axes: Axes,
-    peaks: Sequence[RankTokens],
+    peak_batches: Sequence[RankTokens],
     model_config: PreTrainedConfig,
     dtype: torch.dtype,
     trace: Callable[..., PassBytes],
 ) -> tuple[PassBound, npt.NDArray[np.float64]]:
-    """Trace passes; return a bound of their bytes, and the bytes that each layer keeps in the longest one, (L,)."""
+    """Trace passes; return a bound of peak bytes, and the bytes that each layer keeps in the largest pass, (L,)."""
     traced_passes: list[PassBytes] = []
 
-    def trace_and_record(*args: Any) -> int:
-        pass_bytes = trace(*args)
-        traced_passes.append(pass_bytes)
-        return pass_bytes.peak
+    def trace_peak(*args: Any) -> int:
+        traced_passes.append(trace(*args))
+        return traced_passes[-1].peak
 
     def peak_bytes(tokens: RankTokens) -> int:
-        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_and_record)
+        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_peak)
         if num_bytes is None:
             raise UnsupportedModelError(f"the memory of a {model_config.model_type} model cannot be traced", "")
         return num_bytes
 
-    if _must_recompute_alike(config):
-        # The same layers recompute in every micro-batch, so all count as the largest one.
-        bound = PassBound(floor=max(map(peak_bytes, peaks)))
+    if _needs_same_layers_everywhere(config):
+        # The bound of each micro-batch is the largest of all, so each recomputes as many layers.
+        bound = PassBound(floor=max(map(peak_bytes, peak_batches)))
     else:
-        longest, num_short = _traced_tokens(peaks, model_config)
+        longest, num_short = _traced_tokens(peak_batches, model_config)
         bound = PassBound.traced(peak_bytes, longest, num_short)
-    longest_pass = max(traced_passes, key=lambda traced: traced.kept)
-    return bound, np.array(longest_pass.layers, np.float64)
+    largest_pass = max(traced_passes, key=lambda traced: traced.kept)
+    return bound, np.array(largest_pass.layers, np.float64)
 
 
-def _must_recompute_alike(config: TrainConfig) -> bool:
+def _needs_same_layers_everywhere(config: TrainConfig) -> bool:
     """Return whether all ranks must recompute the same layers, because they communicate in a layer's forward pass."""
     # FSDP does not count: it gathers weights before that forward pass.
     return config.sequence_parallel_ranks > 1 or config.shares_experts or zero_stage(config) == 3
@@ -361,13 +364,13 @@ def _usable_pass_bytes(config: TrainConfig, budget: float, fixed_bytes: float) -
     )
 
 
-def _traced_tokens(peaks: Sequence[RankTokens], model_config: PreTrainedConfig) -> tuple[RankTokens, int]:
+def _traced_tokens(peak_batches: Sequence[RankTokens], model_config: PreTrainedConfig) -> tuple[RankTokens, int]:
     """Return the maxima of all kinds of tokens, with fillers, and the length of the shortest pass to trace.
 
     The head's memory grows with the length only until logits are computed in chunks. If the longest pass has chunks,
     the shortest one has them too; otherwise the bytes of the passes in between would be above the line.
     """
-    longest = RankTokens(**{kind: max(getattr(tokens, kind) for tokens in peaks) for kind in _KINDS})
+    longest = RankTokens(**{kind: max(getattr(tokens, kind) for tokens in peak_batches) for kind in _KINDS})
     num_long = longest.computed + num_fillers(family_of(model_config.to_dict()).kinds)
     num_chunked = 2 * CHUNK_LOGITS // int(model_config.get_text_config().vocab_size) + 1  # half are targets
     return dataclasses.replace(longest, computed=num_long), num_chunked if num_chunked < num_long else 2
@@ -416,16 +419,13 @@ class LayerSwitch:
 def switch_of(
     run: Run, spec: InputSpec, dtype: torch.dtype, model: nn.Module, progress: Progress
 ) -> LayerSwitch | None:
-    """Return the switch of a run with ``--gradient-checkpointing auto``; None if its layers are not switched.
-
-    All ranks call this, and plan for the smallest device.
-    """
+    """Return the switch of a run's layers, planned by all ranks for the smallest device; None without such layers."""
     if not run.config.plans_recomputation:
         return None
     budgets = all_gather_objects(budget_of(run.config), run.world.size)
     budget = min((num_bytes for num_bytes in budgets if num_bytes is not None), default=None)
     with torch.random.fork_rng():  # so that dropout has the same masks as without tracing
-        plan, line = plan_layers_of_run(run, spec, dtype, budget)
+        plan, line = plan_recomputation_of_run(run, spec, dtype, budget)
     progress.note(line)
     switches_towers = run.config.vit_gradient_checkpointing is None
     return None if plan is None else LayerSwitch(model, plan, spec, switches_towers=switches_towers)

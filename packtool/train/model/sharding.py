@@ -41,12 +41,11 @@ _EXPERTS_REMEDY = "Leave out --expert-parallel-size; --fsdp full_shard shards al
 
 
 def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: torch.dtype) -> DistributedConfig:
-    """Return transformers' settings for sharding a model while its weights are read.
+    """Return transformers' settings for sharding a model, given on any device, while its weights are read.
 
-    The model is of the same class, on any device. Its layers are listed because transformers' plans have text layers
-    only. ``dtype`` is that of the computation.
+    ``dtype`` is that of the computation.
     """
-    layers = set(layers_of_model(model))
+    layers = set(layers_of_model(model))  # listed, because transformers' plans have text layers only
     patterns = {_layer_pattern(name) for name, module in model.named_modules() if module in layers}
     return DistributedConfig(
         fsdp_size=world.size,
@@ -67,8 +66,8 @@ def layers_of_model(model: nn.Module) -> list[nn.Module]:
 def experts_transposed_correctly() -> Iterator[None]:
     """Fix transformers inside ``with``: transpose experts while reading only if the checkpoint stores them transposed.
 
-    transformers 5.23 transposes if the shapes of tensor and parameter differ. With expert parallelism they always do,
-    because the first dimension is the number of experts of one rank, and of all ranks.
+    transformers 5.23 transposes if the shapes of tensor and parameter differ. With expert parallelism they always do:
+    the tensor has the experts of one rank, the parameter those of all ranks.
     """
     operation: Any = Transpose
     original: Any = operation.convert
@@ -77,9 +76,10 @@ def experts_transposed_correctly() -> Iterator[None]:
         """Replace ``Transpose.convert``, which converts the only tensor of ``input_dict``."""
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
-        if self.check_dims:  # the operation transposes only if shapes differ
+        if self.check_dims:  # otherwise it always transposes
             parameter = kwargs["model"].get_parameter(kwargs["full_layer_name"])
-            if tensor.shape[1:] == parameter.shape[1:]:
+            is_stored_alike = tensor.shape[1:] == parameter.shape[1:]  # except for the number of experts
+            if is_stored_alike:
                 return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor}
         return original(self, input_dict, source_patterns, target_patterns, **kwargs)
 

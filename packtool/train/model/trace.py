@@ -82,28 +82,31 @@ def trace_pass(
     """
     axes = axes or Axes()
     batch = traced_batch(spec, tokens, axes)
-    set_traced_attention(model, _absent_ranks(batch, axes))
-    # The first backward pass of a process starts the threads of autograd, one for each device. This must happen outside
-    # of FakeTensorMode, which hides the GPUs.
+    set_traced_attention(model, _parallel_without_processes(batch, axes))
+    # The first backward pass of a process starts a thread for each device, but FakeTensorMode hides GPUs.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     # Non-fake inputs are allowed because models also create real tensors, for example positions from numpy.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _real_window_indices(model):
         _create_fake_weights(model)
         model.train()
-        # The inputs that a model's own processor makes stay real, because the model reads values among them.
+        # Models with a processor of their own read values of their inputs, which therefore stay real.
         if not spec.family.processor_inputs:
-            # On the CPU, as the weights: pixels and mel frames are on the meta device.
-            batch = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
+            batch = _fake_on_cpu(batch, mode)
         return run_pass(model, batch, autocast)
 
 
-def _absent_ranks(batch: Batch, axes: Axes) -> SequenceParallel | None:
-    """Return ranks that share the sequences of a batch and need not exist; None if each rank has its own."""
+def _parallel_without_processes(batch: Batch, axes: Axes) -> SequenceParallel | None:
+    """Return sequence parallelism in which other ranks' data has memory, but no process; None if nothing is shared."""
     if not isinstance(batch, ShardedBatch):
         return None
     split = batch.shard.split
     ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
     return SequenceParallel(split, axes.kv_exchange, ring, ulysses, group=AbsentRanks(split.size))
+
+
+def _fake_on_cpu(batch: Batch, mode: FakeTensorMode) -> Batch:
+    """Return a batch of fake tensors on the CPU, where the fake weights are, whatever the device of the originals."""
+    return batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
 
 
 def set_traced_attention(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
@@ -147,36 +150,44 @@ def _recorded_layers(layers: Sequence[nn.Module], live: _LiveBytes) -> Iterator[
 
 
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
-    """Return a micro-batch of one document with one wide image and one sound, in place of several of each.
+    """Return a micro-batch with as many tokens of each kind, half of them targets, that needs as much memory.
 
-    Half of its tokens are targets. Pixels and mel frames are on the meta device. With sequence parallelism, the batch
-    is that of the rank that needs most memory.
+    Memory depends on numbers of tokens, so it has one document, image and sound. Pixels and mel frames are meta.
     """
+    if axes.ring_size * axes.ulysses_size > 1:
+        return _traced_sharded_batch(spec, tokens, axes)
+    num_tokens = tokens.computed
+    # Keys of a shared prefix count for each document that continues it, so there are more keys than tokens.
+    num_keys = max(tokens.keys, num_tokens)
+    fields = _batch_fields(spec, tokens, num_tokens)
+    fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
+    fields["pictures"] = _traced_pictures(spec, fields["input_ids"], num_keys)
+    shares_prefixes = tokens.keys > 0
+    return TreeBatch(**fields, **_tree_fields(num_tokens, num_keys)) if shares_prefixes else PackedBatch(**fields)
+
+
+def _traced_sharded_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> ShardedBatch:
+    """Return the part of a shared sequence of the rank that needs most memory."""
     num_tokens = tokens.computed
     if axes.ring_size > 1:
         num_tokens += num_tokens % 2  # a ring gives each rank two chunks of equal length
-    num_targets = num_tokens // 2
-    fields = _batch_fields(spec, tokens, num_tokens, num_targets)
-    if axes.ring_size * axes.ulysses_size > 1:
-        shard = _traced_shard(tokens, axes, num_tokens)
-        return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
-    shares_prefixes = tokens.keys > 0
-    # Keys of a shared prefix are repeated for each of its documents, so there are more keys than tokens.
-    num_keys = max(tokens.keys, num_tokens)
-    fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
-    fields["pictures"] = _traced_pictures(spec, fields["input_ids"], num_keys)
-    if not shares_prefixes:
-        return PackedBatch(**fields)
-    return TreeBatch(
-        **fields,
-        key_index=torch.arange(num_keys) % num_tokens,
-        cu_seqlens_k=torch.tensor([0, num_keys], dtype=torch.int32),
-        key_lengths=(num_keys,),
-        parents=(ROOT,),
-        target_counts=torch.ones(1, num_targets, dtype=torch.int64),
-        sample_targets=torch.stack((torch.zeros(num_targets, dtype=torch.int64), torch.arange(num_targets))),
-        sample_ends=(0,),  # the only document ends the only sample
-    )
+    fields = _batch_fields(spec, tokens, num_tokens)
+    shard = _traced_shard(tokens, axes, num_tokens)
+    return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
+
+
+def _tree_fields(num_tokens: int, num_keys: int) -> dict[str, Any]:
+    """Return the fields that only a ``TreeBatch`` has, for one document of one sample with ``num_keys`` keys."""
+    targets = torch.arange(num_tokens // 2)
+    return {
+        "key_index": torch.arange(num_keys) % num_tokens,  # any tokens: only their number matters
+        "cu_seqlens_k": torch.tensor([0, num_keys], dtype=torch.int32),
+        "key_lengths": (num_keys,),
+        "parents": (ROOT,),
+        "target_counts": torch.ones(1, len(targets), dtype=torch.int64),
+        "sample_targets": torch.stack((torch.zeros_like(targets), targets)),  # all of sample 0
+        "sample_ends": (0,),
+    }
 
 
 def _traced_pictures(spec: InputSpec, input_ids: Tensor, num_keys: int) -> WholePictures | None:
@@ -190,8 +201,8 @@ def _traced_pictures(spec: InputSpec, input_ids: Tensor, num_keys: int) -> Whole
     return WholePictures(spans, [input_ids.shape[1]], [num_keys], only_windows=only_windows)
 
 
-def _batch_fields(spec: InputSpec, tokens: RankTokens, num_tokens: int, num_targets: int) -> dict[str, Any]:
-    """Return the fields that all kinds of batches have, for ``num_tokens`` tokens; the last ones are targets."""
+def _batch_fields(spec: InputSpec, tokens: RankTokens, num_tokens: int) -> dict[str, Any]:
+    """Return the fields that all kinds of batches have, for ``num_tokens`` tokens; the second half are targets."""
     input_ids = torch.zeros(1, num_tokens, dtype=torch.int64)
     media = _add_media(spec, tokens, input_ids[0])
     positions = torch.arange(num_tokens).unsqueeze(0)
@@ -201,7 +212,7 @@ def _batch_fields(spec: InputSpec, tokens: RankTokens, num_tokens: int, num_targ
         "position_ids": positions.expand(4, 1, -1) if spec.has_mrope else positions,
         "media": media,
         "towers": tower_inputs(spec, media, input_ids),
-        "target_positions": torch.arange(num_tokens - num_targets, num_tokens),
+        "target_positions": torch.arange(num_tokens - num_tokens // 2, num_tokens),
         "loss_weights": None,
         "channels": (None,),
         "num_samples": 1,
@@ -384,9 +395,6 @@ class _TracedKernel(Kernel):
 
     name = "traced"
     has_dropout = True
-
-    def availability_error(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Return None, because it runs anywhere."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         out: Tensor = _Keep.apply(q, k, v)

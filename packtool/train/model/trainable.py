@@ -53,15 +53,15 @@ _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MAX_SHOWN_NAMES = 4
 _MAX_ERROR_LENGTH = 300
 _LORA_B = re.compile(r"\.lora_(embedding_)?B\b")
-_CONFIGS: dict[str, type[PeftConfig]] = {
+_CONFIG_CLASSES: dict[str, type[PeftConfig]] = {
     "lora": LoraConfig,
     "boft": BOFTConfig,
     "bone": MissConfig,
     "oft": OFTConfig,
     "vera": VeraConfig,
 }
-# Options, and the names of the same settings in an adapter's configuration.
-_ADAPTER_SETTINGS = {
+# Names of options in the configuration of a LoRA adapter.
+_LORA_SETTING_NAMES = {
     "lora_rank": "r",
     "lora_alpha": "lora_alpha",
     "lora_bias": "bias",
@@ -124,16 +124,12 @@ def _unused_vision_layers(model: nn.Module, vision_tower: str, feature_layers: S
 
 
 def make_trainable(model: PreTrainedModel, config: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Prepare a model for training, in place, and return it: as it is, or with adapters inside a PeftModel.
-
-    Sets gradient checkpointing of language model and towers, freezes parameters or adds adapters, and converts trained
-    weights to float32.
-    """
+    """Prepare a model for training, in place, and return it: as it is, or with adapters inside a PeftModel."""
     towers = tower_prefixes(model, model.config.model_type)
     _set_checkpointing(model, towers, config)
     if config.train_type == "full":
         _set_requires_grad(model, towers, config)
-        if keeps_masters(config):
+        if keeps_masters(config):  # in float32
             convert_trained_to_float32(model)
         if config.qat is not None:
             simulate_quantization(model, towers, config)
@@ -142,7 +138,7 @@ def make_trainable(model: PreTrainedModel, config: TrainConfig) -> PreTrainedMod
         return model
     adapted = add_adapters(model, towers, config)
     for name, parameter in adapted.named_parameters():
-        if towers.is_unused(_bare_name(name)):
+        if towers.is_unused(_bare_name(name)):  # an adapter may be there, too
             parameter.requires_grad_(False)
     if config.deepspeed is None:  # DeepSpeed makes its own float32 copies
         convert_trained_to_float32(adapted)  # peft has converted adapters, but not biases and modules trained in full
@@ -173,10 +169,7 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def switchable_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the language model in order if each can be switched between keeping and recomputing.
-
-    The model is bare or inside an adapter. The list is empty if its layers have no switch of their own.
-    """
+    """Return the language model's layers if each can be switched between keeping and recomputing, else none."""
     inner = base_model(model)
     layers = getattr(inner.get_decoder(), "layers", ())
     return list(layers) if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
@@ -198,7 +191,6 @@ def _recompute_first(model: nn.Module, num_layers: int) -> None:
 def _set_requires_grad(model: nn.Module, towers: Towers, config: TrainConfig) -> None:
     """Set ``requires_grad`` of every parameter, by the ``--freeze-...`` and ``--trainable-parameters`` options.
 
-    ``--freeze-parameters-ratio`` freezes the first parameters of the model, up to this share of its elements.
     ``--trainable-parameters`` overrides freezing, except in unused modules.
     """
     parameters = dict(model.named_parameters())
@@ -237,21 +229,19 @@ def _check_parameter_names(names: Sequence[str], config: TrainConfig) -> None:
 
 
 def add_adapters(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> PeftModel:
-    """Return a model in which only adapters are trained: new ones, or those of ``--adapters``.
-
-    On the meta device (for estimates), adapters keep their default initialization.
-    """
+    """Return a model in which only adapters are trained: new ones, or those of ``--adapters``."""
     if config.adapters:
-        return _load_adapter_to_continue(model, config, has_weights=not next(model.parameters()).is_meta)
+        return _load_adapter_to_continue(model, config)
     _check_adapter_names(model, towers, config)
     if config.train_type == "lora":
         settings = _lora_settings(model, towers, config)
     else:
-        settings = {**ADAPTER_SETTINGS.get(config.train_type, {}), **(config.adapter_settings or {})}
+        default_settings = ADAPTER_SETTINGS.get(config.train_type, {})
+        settings = {**default_settings, **(config.adapter_settings or {})}
     try:
         targets = adapted_modules(model, towers, config)
-        adapter_class: Any = _CONFIGS[config.train_type]
-        return _add_new_adapter(model, adapter_class(**settings, target_modules=targets, task_type="CAUSAL_LM"))
+        config_class: Any = _CONFIG_CLASSES[config.train_type]
+        return _add_new_adapter(model, config_class(**settings, target_modules=targets, task_type="CAUSAL_LM"))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"--train-type {config.train_type}: peft cannot adapt this model: {error}",
@@ -276,8 +266,8 @@ def _check_adapter_names(model: PreTrainedModel, towers: Towers, config: TrainCo
 
 def _lora_settings(model: Any, towers: Towers, config: TrainConfig) -> dict[str, Any]:
     """Return the arguments of peft's ``LoraConfig`` for the options, except the adapted modules."""
-    # peft takes booleans, or the name of an initialization.
-    initialization: Any = {"true": True, "false": False}.get(config.init_weights, config.init_weights)
+    booleans = {"true": True, "false": False}
+    initialization: Any = booleans.get(config.init_weights, config.init_weights)  # or the name of an initialization
     if next(model.parameters()).is_meta and config.init_weights in _INITIALIZED_FROM_WEIGHTS:
         initialization = True  # the default, which needs no weights
     head = model.get_output_embeddings()
@@ -292,6 +282,7 @@ def _lora_settings(model: Any, towers: Towers, config: TrainConfig) -> dict[str,
         "init_lora_weights": initialization,
         "target_parameters": list(config.target_parameters) or None,
         "modules_to_save": _saved_modules(towers, config) or None,
+        # If the head or the embeddings are trained in full, they must stay the same weights.
         "ensure_weight_tying": bool(config.modules_to_save) and is_tied,
     }
 
@@ -321,10 +312,7 @@ def _add_new_adapter(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
 
 
 def adapted_modules(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> list[str]:
-    """Return the full names of the modules that get adapters, by ``--target-regex`` or ``--target-modules``.
-
-    Full names, because peft would match shorter ones with the ends of other names.
-    """
+    """Return the full names of the modules that get adapters, by ``--target-regex`` or ``--target-modules``."""
     if config.target_regex is not None:
         targets = _matching_modules(model, config.target_regex)
     else:
@@ -410,17 +398,14 @@ def _refuse_experts(model: PreTrainedModel, names: list[str]) -> None:
         )
 
 
-def _load_adapter_to_continue(model: PreTrainedModel, config: TrainConfig, has_weights: bool) -> PeftModel:
-    """Return the model with the adapter of ``--adapters``, to train it further.
-
-    If the model has no weights (on the meta device), those of the adapter are not read either.
-    """
-    (directory,) = config.adapters  # more than one cannot be trained
+def _load_adapter_to_continue(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
+    """Return the model with the adapter of ``--adapters``, to train it further."""
+    (directory,) = config.adapters  # training accepts only one
     settings = _read_adapter_settings(directory)
     _check_adapter_type(settings, config)
     _check_adapter_settings(settings, config)
     settings.inference_mode = False
-    if not has_weights:  # for estimates, which need an adapter of the same shape
+    if next(model.parameters()).is_meta:  # for estimates, which need only the shapes of the adapter
         if getattr(settings, "init_lora_weights", True) in _INITIALIZED_FROM_WEIGHTS:
             settings.init_lora_weights = True  # peft's default initialization
         return _add_new_adapter(model, settings)
@@ -452,9 +437,9 @@ def _check_adapter_type(settings: Any, config: TrainConfig) -> None:
     """Raise a ConfigError if the adapter of ``--adapters`` has another type than ``--train-type``."""
     (directory,) = config.adapters
     settings_class = type(settings)
-    if settings_class is not _CONFIGS[config.train_type]:
-        types = [name for name, config_class in _CONFIGS.items() if config_class is settings_class]
-        remedy = f"Use --train-type {types[0]}." if types else f"Supported are {', '.join(_CONFIGS)}."
+    if settings_class is not _CONFIG_CLASSES[config.train_type]:
+        types = [name for name, config_class in _CONFIG_CLASSES.items() if config_class is settings_class]
+        remedy = f"Use --train-type {types[0]}." if types else f"Supported are {', '.join(_CONFIG_CLASSES)}."
         raise ConfigError(
             f"--adapters {directory}: a {settings.peft_type.value} adapter, with --train-type {config.train_type}",
             remedy,
@@ -469,8 +454,8 @@ def _check_adapter_settings(settings: Any, config: TrainConfig) -> None:
     }
     if config.train_type == "lora":
         fields = type(config).__dataclass_fields__
-        options = [option for option in _ADAPTER_SETTINGS if getattr(config, option) != fields[option].default]
-        requested = {flag(option): (_ADAPTER_SETTINGS[option], getattr(config, option)) for option in options}
+        options = [option for option in _LORA_SETTING_NAMES if getattr(config, option) != fields[option].default]
+        requested = {flag(option): (_LORA_SETTING_NAMES[option], getattr(config, option)) for option in options}
     differing = []
     for option, (name, value) in requested.items():
         adapter_value = getattr(settings, name)
@@ -481,10 +466,7 @@ def _check_adapter_settings(settings: Any, config: TrainConfig) -> None:
 
 
 def adapter_lines(model: nn.Module, config: TrainConfig) -> Iterator[str]:
-    """Yield a line about adapters on parameters, which peft also puts there in place of modules of a few models.
-
-    And a line about names of ``--target-modules`` for which the model has no module, or only frozen ones.
-    """
+    """Yield lines about adapters on parameters, if any, and about ``--target-modules`` that the model does not have."""
     if not isinstance(model, PeftModel):
         return
     if parameters := getattr(model.active_peft_config, "target_parameters", None):
@@ -499,16 +481,14 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
     """Return a model with a saved adapter; raise a MismatchError unless all weights of the adapter fit the model.
 
     Without this check, peft would silently drop weights that the model does not have, and initialize missing weights.
-    ``settings`` are arguments of ``PeftModel.from_pretrained``.
     """
     remedy = "Give the model that it was trained on; if its files are damaged, use another checkpoint."
     try:
         adapted = PeftModel.from_pretrained(model, directory, **settings)
-        # Compare only adapter weights, whose names have an infix such as ".lora_": peft may also save embeddings.
-        infix = f".{PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]}"
         weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        adapter_weights = {name: weight for name, weight in weights.items() if infix in name}
-        misfit = _describe_misfit(adapter_weights, directory, infix)
+        # Compare only weights of adapters, whose names contain this, such as ".lora_": peft may also save embeddings.
+        name_part = f".{PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]}"
+        misfit = _describe_misfit(weights, directory, name_part)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         message = f"the adapter in {directory} cannot be attached to this model: {str(error)[:_MAX_ERROR_LENGTH]}"
         raise MismatchError(message, remedy) from error
@@ -530,24 +510,24 @@ def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
     set_peft_model_state_dict(model, state)
 
 
-def _describe_misfit(weights: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
-    """Describe weights that a saved adapter lacks, or has in addition or in another shape; None if all fit."""
+def _describe_misfit(weights: Mapping[str, Tensor], directory: str, name_part: str = "") -> str | None:
+    """Describe how ``weights`` whose names have ``name_part`` differ from an adapter's file; None if they do not."""
     path = os.path.join(directory, SAFETENSORS_WEIGHTS_NAME)
     if not os.path.exists(path):  # saved by an older version of peft
         return None
     with safe_open(path, "pt") as file:
-        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if infix in name}  # noqa: SIM118
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    names = sorted({name for name, _ in saved.items() ^ shapes.items()})
-    return f"{len(names)} of its weights do not fit, such as {names[0]}" if names else None
+        saved_names = [name for name in file.keys() if name_part in name]  # noqa: SIM118
+        saved_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in saved_names}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if name_part in name}
+    misfits = sorted({name for name, _ in saved_shapes.items() ^ shapes.items()})
+    return f"{len(misfits)} of its weights do not fit, such as {misfits[0]}" if misfits else None
 
 
 def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
     """Split an optimizer's parameter groups, in place, so that parts of the model have their own learning rates.
 
     These parts are the vision tower (``--vit-lr``), the aligner (``--aligner-lr``) and the B matrices of LoRA, whose
-    rate is multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354). ``trained`` is ``model`` as
-    the optimizer has it, perhaps wrapped for several processes.
+    rate is multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
     """
     if config.vit_lr is None and config.aligner_lr is None and config.lorap_lr_ratio is None:
         return

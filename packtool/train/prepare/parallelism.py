@@ -39,7 +39,7 @@ def axes_of(
     return choose_axes(config, heads, typical_length=typical, ranks_per_node=nearby)
 
 
-def with_shares(config: TrainConfig, size: int) -> TrainConfig:
+def with_sequence_parallel_size(config: TrainConfig, size: int) -> TrainConfig:
     """The settings of the steps of a stage whose sequences ``size`` ranks share."""
     if size == config.sequence_parallel_ranks:
         return config

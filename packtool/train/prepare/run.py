@@ -34,7 +34,7 @@ from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.lock_file import check_locked
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import ResumePoint, with_resumed_folder
-from packtool.train.prepare.parallelism import axes_of, with_shares
+from packtool.train.prepare.parallelism import axes_of, with_sequence_parallel_size
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.resume import SourceChange, find_position
 from packtool.train.prepare.streamed import CountExchange, StreamedSource, StreamedSteps, open_stream
@@ -175,7 +175,7 @@ class Run:
         """Settings and sequence parallelism of the steps: one pair, or one for each stage not finished at ``start``."""
         return [
             (
-                dataclasses.replace(with_shares(self.config, size), packing_length=packing_length),
+                dataclasses.replace(with_sequence_parallel_size(self.config, size), packing_length=packing_length),
                 self.axes_by_size.get(size, Axes()),
             )
             for packing_length, size in self.source.step_shapes
@@ -238,7 +238,7 @@ def _axes_by_size(inputs: Inputs, timeline: Timeline, world: World) -> dict[int,
         sizes |= {stage.inputs.sequence_parallel_size for stage in timeline.stages}
     axes_by_size = {}
     for size in sorted(sizes):
-        size_config = with_shares(config, size)
+        size_config = with_sequence_parallel_size(config, size)
         axes_by_size[size] = axes_of(size_config, world.shared_by(size), files, inputs.lengths, trained=True)
     return axes_by_size
 

@@ -11,7 +11,7 @@ from packtool.attention.parallel.axes import Axes
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
-from packtool.train.model.recompute import LayerPlan, plan_layers
+from packtool.train.model.recompute import LayerPlan, plan_recomputation
 from packtool.train.model.trace import trace_pass, traced_batch
 from packtool.train.model.trainable import make_trainable, switchable_layers
 from packtool.train.prepare.figures import RankTokens
@@ -41,7 +41,7 @@ def run_config(**options: Any) -> TrainConfig:
 def plan_of(name: str, budget: float, **options: Any) -> LayerPlan:
     """The plan of a model for a device of this many bytes."""
     config = run_config(gradient_checkpointing="auto", **options)
-    return plan_layers(
+    return plan_recomputation(
         config,
         Axes(),
         [LONGEST[name]],

@@ -312,7 +312,7 @@ def test_all_layers_recompute_where_layers_cannot_be_planned(
     def refuse(*_: Any, **__: Any) -> None:
         raise UnsupportedModelError("layers cannot be switched", "")
 
-    monkeypatch.setattr(fit_module, "plan_layers", refuse)
+    monkeypatch.setattr(fit_module, "plan_recomputation", refuse)
     fit = find_fit(plan_config(tiny, 3_000_000), SilentProgress())
     assert True in {each.run.gradient_checkpointing for each in fit.proposals}
     assert "auto" not in {each.run.gradient_checkpointing for each in fit.proposals}

@@ -21,7 +21,7 @@ from packtool.cli.main import run as cli
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.train.model.loss import LossFunction
-from packtool.train.model.recompute import LayerPlan, LayerSwitch, PassBound, plan_layers
+from packtool.train.model.recompute import LayerPlan, LayerSwitch, PassBound, plan_recomputation
 from packtool.train.model.trace import run_pass, set_traced_attention
 from packtool.train.model.trainable import make_trainable, switchable_layers
 from packtool.train.prepare.figures import RankTokens
@@ -191,7 +191,7 @@ def test_ranks_that_share_sequences_recompute_the_same_layers() -> None:
     axes = Axes(ring_size=2)
     config = run_config(gradient_checkpointing="auto", sequence_parallel_size=2, sequence_parallel_type="ring")
     arguments: dict[str, Any] = {"dtype": torch.float32, "world_size": 2}
-    plan = plan_layers(config, axes, [RankTokens(computed=400)], deep_config("qwen3"), **arguments, budget=1e12)
+    plan = plan_recomputation(config, axes, [RankTokens(computed=400)], deep_config("qwen3"), **arguments, budget=1e12)
     low, high = plan.with_recomputation(computed=400), plan.without_recomputation(computed=400)
     shared = dataclasses.replace(plan, budget=(low + high) / 2)
     assert int(shared.num_layers(computed=2)) == int(shared.num_layers(computed=400)) > 0
@@ -212,7 +212,9 @@ def test_impossible_budgets_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="weights, gradients and optimizer need"):
         plan_of("qwen3", 1e6)
     with pytest.raises(UnsupportedModelError, match="memory of the device is unknown"):
-        plan_layers(run_config(), Axes(), [], deep_config("qwen3"), dtype=torch.float32, world_size=1, budget=None)
+        plan_recomputation(
+            run_config(), Axes(), [], deep_config("qwen3"), dtype=torch.float32, world_size=1, budget=None
+        )
     (problem,) = run_config(gradient_checkpointing=True, memory_budget=10**9).problems()
     assert "--memory-budget limits what --gradient-checkpointing auto keeps" in problem
 
