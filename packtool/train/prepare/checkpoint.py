@@ -420,12 +420,7 @@ def find_checkpoint(
 
 def _find_newest_checkpoint(output_dir: str, *, only_model: bool) -> tuple[str, list[str]]:
     """Find the newest intact checkpoint; also return warnings on those that were skipped."""
-    problems = []
-    for checkpoint in _checkpoints(output_dir):
-        if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
-            problems.append(f"{checkpoint} is unfinished: it has no {STATE_NAME}")
-        elif _saved_at(checkpoint) is None:
-            problems.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
+    problems = list(_state_problems(output_dir))
     for checkpoint in reversed(finished_checkpoints(output_dir)):
         damage = _describe_damage(checkpoint, only_model=only_model)
         if damage:
@@ -439,6 +434,15 @@ def _find_newest_checkpoint(output_dir: str, *, only_model: bool) -> tuple[str, 
         "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *problems]),
         "Leave the option out to train from the beginning.",
     )
+
+
+def _state_problems(output_dir: str) -> Iterator[str]:
+    """Yield a sentence for each checkpoint in a directory without a readable state."""
+    for checkpoint in _checkpoints(output_dir):
+        if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
+            yield f"{checkpoint} is unfinished: it has no {STATE_NAME}"
+        elif _saved_at(checkpoint) is None:
+            yield f"{checkpoint} is damaged: its {STATE_NAME} cannot be read"
 
 
 def _describe_damage(checkpoint: str, *, only_model: bool) -> str:

@@ -217,7 +217,7 @@ def _may_have_web_media(manifest: Manifest) -> bool:
 
 
 def open_to_plan(config: PlanConfig, sweep_length: int | None = None) -> Inputs:
-    """Open the caches, or the file of lengths, of ``packtool plan``; ``sweep_length`` is one of ``--sweep``."""
+    """Open the caches, or the file of lengths, of ``packtool plan``; ``sweep_length`` replaces its packs' length."""
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
     if reader is not None:

@@ -448,7 +448,7 @@ def find_position(resume_point: ResumePoint, new_state: RunState, world: World, 
     if saved_state is None:
         return RunPosition(Timeline.of(inputs, new_state.all_assignments), new_state, begin_ledger(reader))
     if checkpoint is None:
-        # packtool.Batches resumes without a checkpoint or a ledger.
+        # The user of packtool.Batches keeps its state, and there is no ledger.
         return _resume_with_same_data("this state", saved_state, new_state, inputs, begin_ledger(reader))
     ledger = read_ledger(checkpoint)  # None in checkpoints of an older packtool
     new_state.check_continues(

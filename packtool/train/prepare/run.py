@@ -263,8 +263,8 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     changes = _changed_settings(config, checkpoint)
     ranks_changed = state.needs_reassignment(saved_state)
     _check_changed_settings(config, checkpoint, changes, num_steps, ranks_changed=ranks_changed)
-    line = f"resuming from {checkpoint}: {saved_state.step:,} of {num_steps:,} steps done"
-    line += f", {max(num_steps - saved_state.step, 0):,} left"
+    num_left = max(num_steps - saved_state.step, 0)
+    line = f"resuming from {checkpoint}: {saved_state.step:,} of {num_steps:,} steps done, {num_left:,} left"
     settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
     if settings:
         line += f"; changed settings: {settings}"
