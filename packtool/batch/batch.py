@@ -28,6 +28,7 @@ class SkippedSample:
 
     Args:
         num_target_tokens: labels that the loss lacks.
+        index: its position in the micro-batch.
         sample: its position in the caches; None in a stream.
     """
 
@@ -35,6 +36,7 @@ class SkippedSample:
     row: int
     message: str
     num_target_tokens: int
+    index: int
     sample: int | None = None
 
 

@@ -146,11 +146,11 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
                 messages[key] = error.message
         good_samples: list[EncodedSample] = []
         skipped: list[SkippedSample] = []
-        for key, sample in zip(keys, samples, strict=True):
+        for index, (key, sample) in enumerate(zip(keys, samples, strict=True)):
             if key in messages:
                 position = None if is_stream else key
                 num_lost = num_targets(sample)
-                skipped.append(SkippedSample(sample.source, sample.row, messages[key], num_lost, position))
+                skipped.append(SkippedSample(sample.source, sample.row, messages[key], num_lost, index, position))
             else:
                 good_samples.append(sample)
         return good_samples, skipped

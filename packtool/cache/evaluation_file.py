@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -54,16 +54,38 @@ def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, A
 def write_losses(path: str, columns: Mapping[str, Any]) -> None:
     """Write losses of samples during training: ``cache``, columns of an evaluation, and ``loss_1`` of epoch 1, ..."""
     losses = [pa.field(name, pa.float32()) for name in columns if name.startswith("loss_")]
-    fields = [pa.field("cache", pa.string()), *(field for field in _SCHEMA if field.name in columns), *losses]
-    _write_table(path, pa.schema(fields), columns)
+    fields = [pa.field("cache", pa.string()), *_SCHEMA, *losses]
+    _write_table(path, pa.schema([field for field in fields if field.name in columns]), columns)
 
 
 def _write_table(path: str, schema: pa.Schema, columns: Mapping[str, Any]) -> None:
     # from_pandas takes nan for null.
     arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in schema]
+    publish_table(path, pa.Table.from_arrays(arrays, schema=schema))
+
+
+def publish_table(path: str, table: pa.Table) -> None:
+    """Write a Parquet file atomically."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink)
+    pq.write_table(table, sink)
     storage.publish(path, sink.getvalue())
+
+
+def table_of(columns: Mapping[str, Any]) -> pa.Table:
+    """Return a table of columns of equal length, whose types follow from the values."""
+    return pa.table({name: pa.array(values) for name, values in columns.items()})
+
+
+def load_table(path: str) -> pa.Table:
+    """Read a Parquet file."""
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def join_tables(tables: Sequence[pa.Table], order: Sequence[str]) -> pa.Table:
+    """Concatenate tables with the same columns, and sort the rows by the columns ``order``."""
+    # The type of a column without any value is null.
+    return pa.concat_tables(tables, promote_options="default").sort_by([(name, "ascending") for name in order])
 
 
 def plain_json(value: Any) -> Any:

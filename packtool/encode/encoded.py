@@ -105,6 +105,7 @@ class EncodedSample:
             the row diverge there, so prefixes end there. None for other samples.
         is_read_again: whether the plan's next epoch is expected to read it again.
         prefix_hashes: hash by length of each prefix, for samples of a cache with media in files; else None.
+        epoch, number_in_row: of a stream: 0-based epoch, and position among the samples of its row.
     """
 
     input_ids: IntArray
@@ -122,6 +123,8 @@ class EncodedSample:
     borders: IntArray | None = None
     is_read_again: bool = True
     prefix_hashes: Mapping[int, int] | None = None
+    epoch: int = 0
+    number_in_row: int = 0
 
     @property
     def place(self) -> str:

@@ -27,9 +27,9 @@ from packtool.report.tables import Figures, aligned
 from packtool.rows.sample import RowPart
 from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import run_directory
-from packtool.train.prepare.history import read_history
+from packtool.train.prepare.history import has_history, read_history
 from packtool.train.prepare.output_dir import HISTORY
-from packtool.train.prepare.sample_losses import CacheLosses, losses_by_epoch
+from packtool.train.prepare.sample_losses import losses_by_epoch, stream_losses
 
 GROUPS = {"highest": "highest loss", "not_improved": "did not improve", "near_zero": "near zero from the start"}
 """Titles of the groups, by their names in JSON."""
@@ -37,9 +37,10 @@ _SHARE_OF_HIGHEST, _NEAR_ZERO, _MAX_LISTED = 0.05, 0.1, 20
 
 
 class RunLosses:
-    """Losses of the N samples in the caches of a run; ``directory`` is its output directory or a checkpoint.
+    """Losses of the N samples of a run; ``directory`` is its output directory or a checkpoint.
 
     Attributes:
+        reader: of the caches; None for a stream.
         losses: by 1-based epoch, (N,) each; NaN for samples that the epoch did not train.
         first, last: loss of each sample when first and last trained, (N,); NaN for samples that were never trained.
         groups: positions of the samples of each group, the most unusual first.
@@ -47,29 +48,28 @@ class RunLosses:
 
     def __init__(self, directory: str) -> None:
         self.run = run_directory(directory)
-        last_segment = read_history(self.run)[-1]
-        directories = dict.fromkeys(directory for directory, _, _ in last_segment.caches)
-        self.reader = CacheReader.open([*directories])
+        self.reader: CacheReader | None = None
+        history = os.path.join(self.run, HISTORY)
+        stream = stream_losses(history)
         self.losses: dict[int, npt.NDArray[np.float32]] = {}
-        for epoch_index, losses_by_cache in losses_by_epoch(os.path.join(self.run, HISTORY)).items():
-            self.losses[epoch_index + 1] = self._join_caches(losses_by_cache)
-        self.first = self.last = self._join_caches({})
-        for losses in self.losses.values():
-            self.first = np.where(np.isnan(self.first), losses, self.first)
-            self.last = np.where(np.isnan(losses), self.last, losses)
+        if stream is not None:
+            self.losses, self._samples = _of_stream(stream)
+        elif has_history(self.run):
+            self.reader = CacheReader.open([*dict.fromkeys(name for name, *_ in read_history(self.run)[-1].caches)])
+            sizes = [*zip(self.reader.manifests, np.diff(self.reader.offsets), strict=True)]
+            for epoch_index, losses in losses_by_epoch(history).items():
+                columns = [losses.get(cache.fingerprint, np.full(size, np.nan)) for cache, size in sizes]
+                self.losses[epoch_index + 1] = np.concatenate(columns).astype(np.float32)
+        self.first = self.last = np.full_like(next(iter(self.losses.values()), np.empty(0, np.float32)), np.nan)
+        for values in self.losses.values():
+            self.first = np.where(np.isnan(self.first), values, self.first)
+            self.last = np.where(np.isnan(values), self.last, values)
         if np.isnan(self.last).all():
             raise MismatchError(
-                f"{self.run} has no losses of the samples in {', '.join(directories)}",
+                f"{self.run} has no losses of its samples",
                 "They are written with the first checkpoint, unless --sample-losses is false, for unchanged caches.",
             )
         self.groups = dict(zip(GROUPS, self._groups(), strict=True))
-
-    def _join_caches(self, losses_by_cache: CacheLosses) -> npt.NDArray[np.float32]:
-        """Return the losses of all samples, (N,), from those of caches by fingerprint; NaN for other caches."""
-        losses = []
-        for manifest, num_samples in zip(self.reader.manifests, np.diff(self.reader.offsets), strict=True):
-            losses.append(losses_by_cache.get(manifest.fingerprint, np.full(num_samples, np.nan)))
-        return np.concatenate(losses).astype(np.float32)
 
     def _groups(self) -> Iterator[Int64Array]:
         """Yield the positions of the samples of each group, in the order of ``GROUPS``."""
@@ -82,6 +82,9 @@ class RunLosses:
     @cached_property
     def columns(self) -> dict[str, list[Any]]:
         """The columns of ``--export-losses``, by name: lists of N values."""
+        losses = {f"loss_{epoch}": losses.tolist() for epoch, losses in self.losses.items()}
+        if self.reader is None:
+            return {**self._samples.to_pydict(), **losses}
         index = self.reader.index
         columns: dict[str, list[Any]] = {name: [] for name in ("cache", "sample", "source", "row", "part")}
         for cache, directory in enumerate(self.reader.directories):
@@ -95,7 +98,7 @@ class RunLosses:
             columns["part"] += [vars(RowPart(*part)) if any(part) else None for part in parts.tolist()]
         columns["channel"] = [index.channels[number] if number >= 0 else None for number in index.channel]
         columns |= {"tokens": index.length.tolist(), "target_tokens": index.target_tokens.tolist()}
-        return columns | {f"loss_{epoch}": losses.tolist() for epoch, losses in self.losses.items()}
+        return columns | losses
 
     def figures(self) -> dict[str, Any]:
         """Return the output of ``packtool inspect --losses --json``; NaN is null."""
@@ -124,6 +127,20 @@ class RunLosses:
         return [{"name": name, **dict(zip(columns, row, strict=True))} for name, row in zip(names, rows, strict=True)]
 
 
+def _of_stream(table: Any) -> tuple[dict[int, npt.NDArray[np.float32]], Any]:
+    """Return losses by 1-based epoch, (N,) each, and a table, of the N samples in the table of ``stream_losses``."""
+    sources = table["source"].combine_chunks().dictionary_encode().indices
+    keys = np.stack([column.to_numpy() for column in (sources, table["row"], table["sample"])])
+    is_first = np.append(True, np.diff(keys).any(axis=0))
+    sample, epochs = np.cumsum(is_first) - 1, table["epoch"].to_numpy()
+    losses = {int(epoch) + 1: np.full(is_first.sum(), np.nan, np.float32) for epoch in np.unique(epochs)}
+    for epoch, values in losses.items():
+        in_epoch = epochs == epoch - 1
+        values[sample[in_epoch]] = table["loss"].to_numpy()[in_epoch]  # the last step counts
+    names = ["sample", "source", "row", "part", "channel", "tokens", "target_tokens"]
+    return losses, table.select(names).filter(is_first)
+
+
 def _descending(values: npt.NDArray[np.float32]) -> Int64Array:
     """Return the positions of values, the largest first, without NaN."""
     return np.argsort(-values, kind="stable")[: int((~np.isnan(values)).sum())]
@@ -150,7 +167,8 @@ def losses_lines(figures: Figures) -> Iterator[str]:
 def _sample_row(sample: Figures, losses: Sequence[str]) -> tuple[str, ...]:
     """Return the table row of a sample; ``losses`` are the names of its losses, one for each epoch."""
     part = f", {RowPart(**sample['part'])}" if sample["part"] else ""
-    origin = f"{sample['cache']} --row {sample['sample']}", f"row {sample['row']} of {sample['source']}{part}"
+    name = f"{sample['cache']} --row {sample['sample']}" if "cache" in sample else f"sample {sample['sample']} of"
+    origin = name, f"row {sample['row']} of {sample['source']}{part}"
     return " → ".join(_number(sample[name]) for name in losses), f"{sample['tokens']:,} tokens", *origin
 
 

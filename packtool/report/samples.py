@@ -182,7 +182,11 @@ class Pages:
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:
         self._config = config
         self._losses = RunLosses(config.directory) if config.shows_losses else None
-        self._reader = self._losses.reader if self._losses else CacheReader.open([config.directory], config.split)
+        reader = self._losses.reader if self._losses else CacheReader.open([config.directory], config.split)
+        if reader is None:
+            problem = f"{config.directory} is a run on streamed rows, and pages show samples of a cache"
+            raise ConfigError(problem, "--losses alone, or --export-losses FILE, names file and row of each sample.")
+        self._reader = reader
         manifest = self._reader.manifests[0]
         self._decoder = Decoder(model_of_cache(self._reader, config.model), manifest.identity)
         self._policy = policy_for_cache(config)

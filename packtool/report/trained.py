@@ -19,14 +19,15 @@ from packtool.report.tables import Figures, aligned, fill_in
 from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import Replay, Segment, has_history, read_ledger, replay_segment, segments_of
+from packtool.train.prepare.output_dir import HISTORY
 
 _MAX_COMPANIONS = 20  # listed samples that share a pack with the inspected one
 
 
 def is_run(directory: str) -> bool:
     """Check whether a directory is that of a run or a checkpoint, rather than a cache."""
-    checks = has_history, is_checkpoint, finished_checkpoints
-    return os.path.isdir(directory) and any(check(directory) for check in checks)
+    is_directory, has_history_folder = map(os.path.isdir, (directory, os.path.join(directory, HISTORY)))
+    return is_directory and (has_history_folder or is_checkpoint(directory) or bool(finished_checkpoints(directory)))
 
 
 def trained_figures(directory: str) -> dict[str, Any]:

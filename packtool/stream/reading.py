@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,15 +48,11 @@ class StreamPosition:
         random: state of the generator that draws the next file; None without shuffling.
     """
 
-    epoch: int
-    num_blocks: int
-    opened: int
-    taken: list[list[int]]
-    random: dict[str, Any] | None
-
-    @classmethod
-    def before_epoch(cls, epoch: int, num_blocks: int) -> StreamPosition:
-        return cls(epoch, num_blocks, opened=0, taken=[], random=None)
+    epoch: int = 0
+    num_blocks: int = 0
+    opened: int = 0
+    taken: list[list[int]] = field(default_factory=list)
+    random: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def blocks_of_rank(
     Every rank scans all files for row ends (about 400 MB/s), but parses only its own blocks. ``start``: position of the
     block to begin with, from an earlier run with the same arguments.
     """
-    position = start or StreamPosition.before_epoch(0, num_blocks=0)
+    position = start or StreamPosition()
     for epoch in range(position.epoch, num_epochs):
         generator = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
         num_blocks = position.num_blocks  # so far, of all ranks and epochs
@@ -98,7 +94,7 @@ def blocks_of_rank(
             if num_blocks % world_size == rank:
                 yield stream_block
             num_blocks += 1
-        position = StreamPosition.before_epoch(epoch + 1, num_blocks)
+        position = StreamPosition(epoch + 1, num_blocks)
 
 
 def _blocks_of_epoch(
@@ -207,6 +203,7 @@ def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], En
     encoder = worker_encoder(spec)
 
     def encode(stream_block: StreamBlock) -> EncodedBlock:
+        epoch = stream_block.position.epoch
         samples: list[EncodedSample] = []
         dropped: list[Dropped] = []
         # URLs must not hold secrets, because the state of the stream in checkpoints has the URLs of media.
@@ -215,7 +212,7 @@ def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], En
             if isinstance(result, Dropped):
                 dropped.append(result)
             else:
-                samples.extend(result)
+                samples += [replace(each, epoch=epoch, number_in_row=i) for i, each in enumerate(result)]
                 dropped.extend(left_out_of(result))  # other parts of the same row
         return stream_block.position, samples, dropped
 
@@ -252,7 +249,8 @@ class StreamState:
 def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
     """Write a rank's state to a directory: samples in memory to an Arrow file, then all other fields as JSON."""
     samples_path, json_path = _paths(directory, rank)
-    _write_samples(samples_path, [*state.carried, *state.shuffled])  # the JSON has the number of each
+    samples = [*state.carried, *state.shuffled]
+    _write_samples(samples_path, samples)  # the JSON has the number of each
     values = {  # some names differ from those of the fields, so that older checkpoints can be read
         "place": dataclasses.asdict(state.position) if state.position is not None else None,
         "num_taken": state.num_taken,
@@ -264,6 +262,7 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
         "parts_left_out": state.counts.parts_left_out,
         "num_carried": len(state.carried),
         "num_shuffled": len(state.shuffled),
+        "numbers": [[sample.epoch, sample.number_in_row] for sample in samples],
     }
     storage.publish(json_path, json.dumps(values).encode())
 
@@ -289,7 +288,9 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
         dropped = values.pop("dropped")
         parts_left_out = values.pop("parts_left_out")
         position = values.pop("place")
-        samples = _read_samples(samples_path, num_samples)
+        # Older checkpoints lack epochs and numbers: take the epoch of the position, and 0.
+        numbers = values.pop("numbers", [[(position or {}).get("epoch", 0), 0]] * num_samples)
+        samples = _read_samples(samples_path, numbers)
         return StreamState(
             **values,  # the fields of the same names
             position=None if position is None else StreamPosition(**position),
@@ -303,12 +304,12 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
         raise MismatchError(message, "Pass another checkpoint to --resume-from-checkpoint.") from error
 
 
-def _read_samples(path: str, num_samples: int) -> list[EncodedSample]:
-    """Read the samples of an Arrow file; raise a ValueError if it does not have ``num_samples``."""
+def _read_samples(path: str, numbers: Sequence[tuple[int, int]]) -> list[EncodedSample]:
+    """Read samples, of these epochs and numbers in rows; raise a ValueError if the file has another number of them."""
     shard = ShardFile(path)
-    if len(shard) != num_samples:
-        raise ValueError(f"it has {len(shard)} samples, not {num_samples}")
-    return [shard.sample(i) for i in range(num_samples)]
+    if len(shard) != len(numbers):
+        raise ValueError(f"it has {len(shard)} samples, not {len(numbers)}")
+    return [replace(shard.sample(i), epoch=epoch, number_in_row=n) for i, (epoch, n) in enumerate(numbers)]
 
 
 def _paths(directory: str, rank: int) -> tuple[str, str]:

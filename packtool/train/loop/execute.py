@@ -253,7 +253,8 @@ def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
     if len(skipped) > _MAX_SHOWN:
         progress.note(f"  and {len(skipped) - _MAX_SHOWN:,} more")
     if run.world.is_first:
-        lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in skipped]
+        shown = [{name: value for name, value in vars(sample).items() if name != "index"} for sample in skipped]
+        lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in shown]
         _write_or_remove(os.path.join(run.config.output_dir, SKIPPED_NAME), lines)
     return len(skipped)
 
@@ -301,7 +302,7 @@ class RunCallback(TrainerCallback):
         if self.report is not None:
             self.report.begin(state.max_steps)
         error: PacktoolError | None = None
-        if self._record is not None and state.is_world_process_zero:
+        if state.is_world_process_zero:
             try:
                 self._record.begin(str(args.output_dir))
             except PacktoolError as begin_error:
@@ -427,20 +428,19 @@ class RunCallback(TrainerCallback):
         """Add packtool's files to a checkpoint, and mark it as finished when all ranks have written their files."""
         checkpoint = _checkpoint(args, state)
         self.steps.save(checkpoint, state.global_step)
-        if self._record is not None:
-            self._gather_losses()
-            skipped = self._gather_new_skipped() if self.run.config.on_bad_media == "skip" else []
-            if state.is_world_process_zero:
-                with saving(checkpoint):
-                    self._record.save(checkpoint, state.global_step, skipped, self.watch.skipped_steps)
-            self.watch.skipped_steps.clear()
+        self._gather_losses()
+        skipped = self._gather_new_skipped() if self.run.config.on_bad_media == "skip" else []
+        if state.is_world_process_zero:
+            with saving(checkpoint):
+                self._record.save(checkpoint, state.global_step, skipped, self.watch.skipped_steps)
+        self.watch.skipped_steps.clear()
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self._finish_checkpoint(checkpoint, str(args.output_dir), state)
 
     def _gather_losses(self) -> None:
         """Gather the losses of the samples that all ranks trained since the last call; all ranks call this."""
-        if self.trainer.sample_losses is None or self._record is None:
+        if self.trainer.sample_losses is None:
             return
         gathered = self.trainer.sample_losses.gather(self.run.world.size)
         if self.run.world.is_first:
@@ -486,7 +486,7 @@ class RunCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._gather_losses()
-        if self._record is not None and self.run.world.is_first:
+        if self.run.world.is_first:
             self._record.losses.write()
         if self.report is not None:
             self._progress.finish()

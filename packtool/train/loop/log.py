@@ -31,6 +31,7 @@ from packtool.train.model.loss import TargetLosses
 from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.output_dir import METRICS_NAME
 from packtool.train.prepare.run import Run
+from packtool.train.prepare.sample_losses import stream_key
 from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
 
 T = TypeVar("T")
@@ -223,17 +224,19 @@ class SampleLosses:
 
     def __init__(self) -> None:
         self._steps: list[int] = []  # of each sample, 0-based
-        self._samples: list[int] = []  # positions in the caches
+        self._samples: list[int] | list[str] = []  # positions in the caches, or ``stream_key``s
         self._sums: list[Tensor] = []  # of each micro-batch: sum of losses, and targets, of each sample, (2, S)
 
     @torch.no_grad()
-    def add(self, step: int, planned_samples: Sequence[int], losses: TargetLosses, batch: Batch) -> None:
+    def add(self, step: int, planned_samples: Sequence[Any], losses: TargetLosses, batch: Batch) -> None:
         """Add this rank's targets of a micro-batch, without waiting for the device.
 
-        ``planned_samples`` are positions in the caches, also those of skipped samples.
+        ``planned_samples`` are positions in the caches, or samples of a stream; also skipped ones.
         """
-        skipped_positions = {skipped.sample for skipped in batch.skipped}
-        samples = [position for position in planned_samples if position not in skipped_positions]
+        skipped = {sample.index for sample in batch.skipped}
+        samples: list[Any] = [sample for index, sample in enumerate(planned_samples) if index not in skipped]
+        if samples and not isinstance(samples[0], int):
+            samples = list(map(stream_key, samples))
         target_losses = losses.losses.detach().float()
         # ``sample_numbers`` are indices in ``samples``, one for each of ``target_losses``.
         if isinstance(batch, TreeTargets):
@@ -250,7 +253,7 @@ class SampleLosses:
     def gather(self, num_processes: int) -> list[npt.NDArray[Any]]:
         """Return steps, samples, sums of losses, and targets, (M,) each, since the last call; all ranks call this."""
         sums = torch.cat(self._sums or [torch.zeros(2, 0)], dim=1)
-        columns = np.array(self._steps, np.int64), np.array(self._samples, np.int64), *sums.cpu().numpy()
+        columns = np.array(self._steps, np.int64), np.array(self._samples or np.zeros(0, int)), *sums.cpu().numpy()
         self._steps, self._samples, self._sums = [], [], []
         return list(map(np.concatenate, zip(*all_gather_objects(columns, num_processes), strict=True)))
 

@@ -181,7 +181,7 @@ class PackTrainer(Trainer):
         self.active_layers = ActiveLayers.of(model, config)
         self.skipped: list[tuple[int, SkippedSample]] = []
         self.meter = Meter(by_channel=loader.run.source.logs_channels)
-        self.sample_losses = SampleLosses() if config.sample_losses and loader.run.ledger is not None else None
+        self.sample_losses = SampleLosses() if config.sample_losses else None
         self._copies = DeviceCopies(args.device)
 
     def get_train_dataloader(self) -> Any:

@@ -37,6 +37,7 @@ from packtool.train.prepare.output_dir import ResumePoint, with_resumed_folder
 from packtool.train.prepare.parallelism import axes_of, with_sequence_parallel_size
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.resume import SourceChange, find_position
+from packtool.train.prepare.sample_losses import StreamRecord
 from packtool.train.prepare.streamed import CountExchange, StreamedSource, StreamedSteps, open_stream
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
@@ -211,10 +212,10 @@ class Run:
             return StreamedSteps(self.source, self.config, exchange)
         return self.source
 
-    def record(self) -> RunRecord | None:
-        """Writer of this run's history and ledger; None for a stream, which has neither."""
+    def record(self) -> RunRecord | StreamRecord:
+        """Writer of this run's history."""
         if self.ledger is None:
-            return None
+            return StreamRecord(self.start, self.resume_point.checkpoint)
         reader, state = self.caches.reader, self.state
         caches = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
         segment = Segment(

@@ -112,8 +112,6 @@ class StreamedSource:
             where = f", where that saves more than {MIN_SAVING:.0%} of its tokens" if self.sharing.min_saving else ""
             yield f"shared prefixes: computed once within each interval{where} (--share-prefix false: never)"
         yield f"optimizer steps: at most {self.timeline.num_steps:,}"
-        if config.sample_losses:
-            yield "losses of samples: not kept, because the rows of a stream have no numbers"
 
     def media_tokens(self) -> float:
         """Upper bound of the media tokens of a micro-batch: all of its tokens; 0 for a text model."""

@@ -1,0 +1,263 @@
+"""The kept losses of a stream are those of its samples alone, found by file, row and number in the row."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from packtool.batch import dataset
+from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
+from packtool.cli.main import run
+from packtool.encode.encoded import EncodedSample
+from packtool.errors import EXIT_USAGE, MediaError, MismatchError
+from packtool.progress import SilentProgress
+from packtool.report.losses import RunLosses, losses_lines
+from packtool.train.prepare import sample_losses
+from packtool.train.prepare.sample_losses import stream_losses
+from packtool.train.run import train
+from tests.forked import run_ranks
+from tests.train.alike import make_alike_world
+from tests.train.jobs import Job, run_jobs
+from tests.train.test_gradients import DESCENT, write_lines
+from tests.train.test_resume import BrokenOffError, Interrupting
+from tests.train.test_sample_losses import Losses, losses_alone
+from tests.train.tiny import TinyWorld, read_metrics
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are stored before they are rounded to 16 bits, so that they can be compared closely."""
+    monkeypatch.setattr(sample_losses, "_DTYPE", np.float32)
+
+
+def kept(output_dir: Path) -> pa.Table:
+    """The stored losses of a stream."""
+    table = stream_losses(str(output_dir / "history"))
+    assert table is not None
+    return table
+
+
+def check_alone(output_dir: Path, world: TinyWorld, alone: Losses) -> None:
+    """One step, whose losses are those of the samples of the world's cache alone."""
+    table = kept(output_dir)
+    reader = CacheReader.open([world.cache])
+    samples = sorted((reader.sample(number).row, loss) for number, loss in enumerate(alone))
+    assert table["row"].to_pylist() == [row for row, _ in samples]
+    np.testing.assert_allclose(table["loss"].to_numpy(), [loss for _, loss in samples], rtol=1e-5)
+    assert set(table["source"].to_pylist()) == {world.rows}
+    assert {*table["step"].to_pylist(), *table["epoch"].to_pylist(), *table["sample"].to_pylist()} == {0}
+    assert sum(table["target_tokens"].to_pylist()) == read_metrics(output_dir)[0]["target_tokens"]
+    assert sum(table["tokens"].to_pylist()) == reader.index.length.sum()
+
+
+def test_loss_is_that_of_the_sample_alone(tiny: TinyWorld, tmp_path: Path) -> None:
+    """In packs and, on two processes, of each process's rows and of sequences that both share."""
+    alone = losses_alone(tiny, tmp_path / "alone")
+    one_step = DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12}
+    train(tiny.config(tmp_path / "packed", **one_step, dataloader_num_workers=1), SilentProgress())
+    jobs: list[Job] = [
+        ("train", tmp_path / "ranks", one_step),
+        ("train", tmp_path / "ring", one_step | {"sequence_parallel_size": 2, "sequence_parallel_type": "ring"}),
+    ]
+    run_ranks(2, run_jobs, tiny, jobs, scratch=tmp_path)
+    for name in ("packed", "ranks", "ring"):
+        check_alone(tmp_path / name, tiny, alone)
+
+
+def test_target_of_a_shared_prefix_counts_for_each_sample(tiny: TinyWorld, tmp_path: Path) -> None:
+    world = make_alike_world(tiny, tmp_path)
+    alone = losses_alone(world, tmp_path / "alone")
+    shared = DESCENT | world.streamed() | {"max_length": 160, "packing_interval": 40, "share_prefix": "true"}
+    result = train(world.config(tmp_path / "tree", **shared, gradient_accumulation_steps=16), SilentProgress())
+    assert result.num_shared_tokens > 0
+    check_alone(tmp_path / "tree", world, alone)
+    assert set(kept(tmp_path / "tree")["channel"].to_pylist()) == {"a", "b", None}
+
+
+@pytest.fixture(scope="module")
+def rows(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """42 rows, of which the first becomes three samples and the second is broken."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    write_lines(tiny, path, 1)
+    turns = [{"role": role, "content": f"{role} {turn}"} for turn in range(3) for role in ("user", "assistant")]
+    path.write_text(json.dumps({"messages": turns, "images": []}) + "\n{broken\n" + path.read_text())
+    return str(path)
+
+
+def epochs(tiny: TinyWorld, rows: str, **changes: Any) -> dict[str, Any]:
+    """Two epochs, whose samples mix in the shuffle buffer."""
+    options = {"num_train_epochs": 2.0, "save_steps": 1, "expand_turns": "true"}
+    return tiny.streamed(rows) | options | {"gradient_accumulation_steps": 3} | changes
+
+
+@pytest.fixture(scope="module")
+def full_run(tiny: TinyWorld, rows: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output_dir = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sample_losses, "_DTYPE", np.float32)
+        train(tiny.config(output_dir, **epochs(tiny, rows)), SilentProgress())
+    return output_dir
+
+
+def test_losses_are_those_of_the_step_and_epoch(full_run: Path, rows: str) -> None:
+    """Their mean over the targets of a step is the logged loss; every sample is there once in each epoch."""
+    table = kept(full_run)
+    steps, losses, targets = (table[name].to_numpy() for name in ("step", "loss", "target_tokens"))
+    lines = read_metrics(full_run)
+    assert set(steps) == set(range(len(lines)))
+    for step, line in enumerate(lines):
+        in_step = steps == step
+        assert np.average(losses[in_step], weights=targets[in_step]) == pytest.approx(line["loss"], rel=1e-5)
+    samples = [(row["epoch"], row["row"], row["sample"]) for row in table.to_pylist()]
+    first = [(0, number) for number in range(3)]
+    others = [(row, number) for epoch, row, number in samples if epoch == 0 and row > 0]
+    assert sorted(samples) == sorted((epoch, *name) for epoch in (0, 1) for name in (*first, *others))
+    assert {row for row, _ in others} == set(range(2, 42))
+    assert table["part"].to_pylist()[:2] == [{"turn": 1, "num_turns": 3, "response": 0, "num_responses": 0}] * 2
+
+
+def test_pieces_of_a_text_are_numbered(tiny: TinyWorld, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{number} abc" * 100}) + "\n" for number in range(2)))
+    options = tiny.streamed(str(rows)) | {"truncation_strategy": "split"}
+    train(tiny.config(tmp_path / "run", **options), SilentProgress())
+    table = kept(tmp_path / "run")
+    num_pieces = table["row"].to_pylist().count(0)
+    assert num_pieces > 2
+    assert table["sample"].to_pylist()[:num_pieces] == list(range(num_pieces))
+    assert set(table["part"].to_pylist()) == {None}
+
+
+def test_resumed_run_keeps_what_an_uninterrupted_one_keeps(
+    full_run: Path, tiny: TinyWorld, rows: str, tmp_path: Path
+) -> None:
+    whole = kept(full_run)
+    for step in (1, 4):
+        changes = {"resume_from_checkpoint": str(full_run / f"checkpoint-{step}"), "dataset_num_proc": 2}
+        train(tiny.config(tmp_path / f"resumed-{step}", **epochs(tiny, rows, **changes)), SilentProgress())
+        assert kept(tmp_path / f"resumed-{step}").equals(whole)
+    # In the same directory, losses of steps after the checkpoint are discarded when the run begins.
+    output_dir = tmp_path / "resumed-1"
+    changes = {"resume_from_checkpoint": str(output_dir / "checkpoint-4"), "sample_losses": False}
+    with pytest.raises(BrokenOffError):
+        train(tiny.config(output_dir, **epochs(tiny, rows, **changes)), Interrupting(4))
+    assert kept(output_dir).equals(whole.filter(pa.array(whole["step"].to_numpy() < 4)))
+
+
+def _two_resumed_ranks(tiny: TinyWorld, rows: str, root: Path) -> None:
+    settings = epochs(tiny, rows)
+    train(tiny.config(root / "whole", **settings), SilentProgress())
+    settings["resume_from_checkpoint"] = str(root / "whole" / "checkpoint-2")
+    train(tiny.config(root / "resumed", **settings), SilentProgress())
+    if os.environ["RANK"] == "0":
+        assert kept(root / "resumed").equals(kept(root / "whole"))
+        for path in (root / "resumed" / "history").glob("stream-losses-*.parquet"):
+            path.write_bytes(b"damaged")
+    settings["resume_from_checkpoint"] = str(root / "resumed" / "checkpoint-3")
+    with pytest.raises(MismatchError, match=r"stream-losses-\d+\.parquet cannot be read"):
+        train(tiny.config(root / "resumed", **settings), SilentProgress())
+
+
+def test_two_processes_resume_exactly_and_report_damaged_losses(tiny: TinyWorld, tmp_path: Path) -> None:
+    """Rows of several blocks, of which each process reads its own."""
+    rows = tmp_path / "rows.jsonl"
+    write_lines(tiny, rows, 4)
+    run_ranks(2, _two_resumed_ranks, tiny, str(rows), tmp_path, scratch=tmp_path)
+    table = kept(tmp_path / "whole")
+    samples = [(row["epoch"], row["row"], row["sample"]) for row in table.to_pylist()]
+    assert len(samples) == len(set(samples))
+    assert {sample[:2] for sample in samples} == {(epoch, row) for epoch in (0, 1) for row in range(160)}
+
+
+def test_a_file_that_was_written_between_checkpoints_is_cut(
+    tiny: TinyWorld, rows: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Long runs write losses before a checkpoint, too, so that those after it are removed from the file."""
+    train(tiny.config(tmp_path, **epochs(tiny, rows, save_steps=2)), SilentProgress())
+    whole = kept(tmp_path)
+    pieces = sorted((tmp_path / "history").glob("stream-losses-*.parquet"))
+    assert [piece.name for piece in pieces][:2] == ["stream-losses-0.parquet", "stream-losses-2.parquet"]
+    joined = pa.concat_tables([pq.read_table(piece) for piece in pieces])
+    for piece in pieces[1:]:
+        piece.unlink()
+    pq.write_table(joined, pieces[0])
+    changes = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
+    train(tiny.config(tmp_path, **epochs(tiny, rows, save_steps=2, **changes)), SilentProgress())
+    assert kept(tmp_path).equals(whole)
+
+
+def test_skipped_sample_has_no_loss(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And those behind it in its pack have their own."""
+    settings = DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12, "on_bad_media": "skip"}
+    train(tiny.config(tmp_path / "whole", **settings), SilentProgress())
+
+    def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
+        if any(sample.row == 7 for sample in samples):
+            raise MediaError("changed", "Put it back.")
+
+    monkeypatch.setattr(dataset, "check_unchanged", check_unchanged)
+    result = train(tiny.config(tmp_path / "skipped", **settings), SilentProgress())
+    assert result.num_skipped == 1
+    (line,) = (tmp_path / "skipped" / "skipped.jsonl").read_text().splitlines()
+    assert json.loads(line).keys() == {"source", "row", "message", "num_target_tokens", "sample"}
+    whole, skipped = kept(tmp_path / "whole"), kept(tmp_path / "skipped")
+    assert skipped["row"].to_pylist() == [row for row in range(40) if row != 7]
+    np.testing.assert_allclose(skipped["loss"].to_numpy(), np.delete(whole["loss"].to_numpy(), 7), rtol=1e-5)
+
+
+def test_losses_are_listed_and_exported_by_file_and_row(
+    full_run: Path, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = RunLosses(str(full_run))
+    assert list(losses.losses) == [1, 2]
+    stored = {(row["epoch"], row["row"], row["sample"]): row for row in kept(full_run).to_pylist()}
+    exported = str(tmp_path / "losses.parquet")
+    assert run(["inspect", str(full_run), "--export-losses", exported, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    table = pq.read_table(exported)
+    names = ["sample", "source", "row", "part", "channel", "tokens", "target_tokens", "loss_1", "loss_2"]
+    assert table.column_names == names
+    assert 2 * table.num_rows == len(stored)
+    for row in table.to_pylist():
+        for epoch in (0, 1):
+            expected = stored[epoch, row["row"], row["sample"]]
+            assert row[f"loss_{epoch + 1}"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert (row["tokens"], row["target_tokens"]) == (expected["tokens"], expected["target_tokens"])
+    (source,) = figures["by_source"]
+    assert (source["name"], source["num_samples"]) == (rows, table.num_rows)
+    highest = figures["groups"]["highest"]["samples"][0]
+    assert highest["loss_2"] == max(row["loss_2"] for row in table.to_pylist())
+    assert f"row {highest['row']} of {rows}" in "\n".join(losses_lines(figures))
+    for option in ("--html", "--serve"):
+        words = ["inspect", str(full_run), "--losses", option, *([str(tmp_path / "site")] * (option == "--html"))]
+        assert run(words) == EXIT_USAGE
+        assert "streamed rows" in capsys.readouterr().err
+
+
+def test_few_bytes_per_sample_and_epoch(
+    tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch, full_run: Path, rows: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sample_losses, "_DTYPE", np.float16)
+    train(tiny.config(tmp_path, **epochs(tiny, rows, save_strategy="no")), SilentProgress())
+    table, expected = kept(tmp_path), kept(full_run)
+    assert table.schema.field("loss").type == pa.float16()
+    np.testing.assert_allclose(table["loss"].to_numpy(), expected["loss"].to_numpy(), rtol=1e-3)
+    assert RunLosses(str(tmp_path)).losses[2].dtype == np.float32
+    assert run(["inspect", str(tmp_path), "--losses"]) == 0, "also without a checkpoint"
+
+
+def test_losses_can_be_disabled(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12, "sample_losses": False}
+    train(tiny.config(tmp_path, **settings), SilentProgress())
+    assert not (tmp_path / "history").exists()
+    assert run(["inspect", str(tmp_path), "--losses"]) != 0
+    assert "unless --sample-losses is false" in capsys.readouterr().err
