@@ -193,7 +193,9 @@ class _Swaps:
         self._trees: list[int] = trees[by_item].tolist()
         self._tree_starts = np.searchsorted(items_in_trees[by_item], np.arange(len(items) + 1)).tolist()
         self._limits = limits
-        self._count_cache: dict[int, Counter[int]] = {}  # by bin; entries of changed bins are deleted
+        # Sums of each bin, by limit.
+        self._sums = [np.add.reduceat(np.array(amounts)[items], offsets[:-1]).tolist() for amounts, _ in limits]
+        self._counts: dict[int, Counter[int]] = {}  # by bin, of those that were looked at
         self._attempts_left = _MAX_ATTEMPTS
 
     def separate(self, position: int, others: Iterable[int]) -> None:
@@ -218,27 +220,34 @@ class _Swaps:
         counts, leaving_trees = self._counts_in(bin_index), self._trees_of(leaving)
         if any(counts[tree] > (1 if tree in leaving_trees else 0) for tree in self._trees_of(entering)):
             return False
-        for amounts, maximum in self._limits:
-            amount = sum(amounts[item] for item in self._items_in(bin_index)) - amounts[leaving] + amounts[entering]
-            if amount > maximum:
-                return False
-        return True
+        return all(
+            sums[bin_index] - amounts[leaving] + amounts[entering] <= maximum
+            for sums, (amounts, maximum) in zip(self._sums, self._limits, strict=True)
+        )
 
     def _swap(self, position: int, other: int) -> None:
+        """Swap the items at two positions."""
         item, other_item = self.items[position], self.items[other]
-        self.items[position], self.items[other] = other_item, item
-        self.position_of[item], self.position_of[other_item] = other, position
-        del self._count_cache[self._bin_of[position]], self._count_cache[self._bin_of[other]]
+        self._replace(position, other_item)
+        self._replace(other, item)
+
+    def _replace(self, position: int, entering: int) -> None:
+        """Put an item at a position, and change the sums and counts of its bin."""
+        bin_index, leaving = self._bin_of[position], self.items[position]
+        for sums, (amounts, _) in zip(self._sums, self._limits, strict=True):
+            sums[bin_index] += amounts[entering] - amounts[leaving]
+        counts = self._counts_in(bin_index)
+        counts.subtract(self._trees_of(leaving))
+        counts.update(self._trees_of(entering))
+        self.items[position] = entering
+        self.position_of[entering] = position
 
     def _counts_in(self, bin_index: int) -> Counter[int]:
-        """Count the items of a bin in each tree."""
-        if bin_index not in self._count_cache:
-            trees = chain.from_iterable(self._trees_of(item) for item in self._items_in(bin_index))
-            self._count_cache[bin_index] = Counter(trees)
-        return self._count_cache[bin_index]
-
-    def _items_in(self, bin_index: int) -> list[int]:
-        return self.items[self._offsets[bin_index] : self._offsets[bin_index + 1]]
+        """Count the items of a bin in each tree; the returned counter is kept up to date."""
+        if bin_index not in self._counts:
+            items = self.items[self._offsets[bin_index] : self._offsets[bin_index + 1]]
+            self._counts[bin_index] = Counter(chain.from_iterable(self._trees_of(item) for item in items))
+        return self._counts[bin_index]
 
     def _trees_of(self, item: int) -> list[int]:
         return self._trees[self._tree_starts[item] : self._tree_starts[item + 1]]
