@@ -10,25 +10,29 @@ Names are those of transformers' modules, so that options with module or paramet
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from packtool.config.model import LearningOptions, has_name
-from packtool.encode.families import family_of, text_config_of, thinker_of
-from packtool.planning.module_cost import ModuleCost, first_setting, new_module
+from packtool.encode.families import FAMILIES, family_of, text_config_of, thinker_of
+from packtool.planning.module_cost import LanguageModules, ModuleCost, first_setting, new_module
 from packtool.planning.tower_layers import audio_modules, merger_modules, vision_modules, vision_patches
 
-_LINEAR_TYPES = ("linear_attention", "conv", "mamba", "recurrent")
+_LINEAR_TYPE = "linear_attention"
 _SLIDING_TYPES = ("sliding_attention", "chunked_attention")
 _STATE_CHUNK = 64  # positions per chunk of the gated delta rule
-# Types of language models whose MLP has no gate, and of those with a gate for the output of attention.
-_UNGATED_MLPS = {"apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt-sw3", "gpt2", "gpt_bigcode"}
-_UNGATED_MLPS |= {"gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "nanochat", "nemotron", "opt"}
-_UNGATED_MLPS |= {"persimmon", "phi", "starcoder2"}
-_GATED_ATTENTION = ("afmoe", "beam", "hrm_text")
+# Types of language models that the formulas below describe, besides those of families with pictures.
+_FORMULA_TYPES = frozenset(
+    """
+    cohere cohere2 cwm deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 glm glm4 glm4_moe
+    glm4_moe_lite gpt_oss granite granitemoe helium hunyuan_v1_dense llama minimax_m2 ministral ministral3 mistral
+    mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open
+    """.split()  # noqa: SIM905
+)
 _OLD_NAMES = (
     *(("hidden_size", "n_embd"), ("intermediate_size", "n_inner"), ("intermediate_size", "dff")),
     *(("num_hidden_layers", "n_layer"), ("num_hidden_layers", "num_layers")),
@@ -82,19 +86,16 @@ class ModelLayers:
         """List the modules of a model, or of an Omni model's thinker; a KeyError if the language model lacks widths."""
         config = thinker_of(config)
         text = language_config(config)
-        hidden = int(text["hidden_size"])
-        vocabulary = int(text.get("vocab_size") or 0)
         has_media = bool(config.get("vision_config") or config.get("audio_config"))
+        language = _language_modules(config, "model.language_model" if has_media else "model")
         audio = tuple(audio_modules(config.get("audio_config") or {}))
         patches = vision_patches(config)
         return cls(
-            language=tuple(_language_modules(text, "model.language_model" if has_media else "model")),
-            head=ModuleCost(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
-            is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
+            **language._asdict(),
             window=_window(text),
-            in_chunks="chunked_attention" in _layer_types(text),
+            in_chunks="chunked_attention" in (text.get("layer_types") or ()),
             vision=tuple(vision_modules(config)),
-            mergers=merger_modules(config, hidden),
+            mergers=merger_modules(config, language.head.inputs),
             tile_squares=patches.tile_squares,
             squares_per_token=patches.squares_per_token,
             audio=tuple(module for module in audio if module.part != "aligner"),
@@ -181,14 +182,53 @@ def _parameter_order(module: ModuleCost) -> tuple[int, int]:
     return module.layer, 0
 
 
-def _language_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCost]:
-    hidden = int(text["hidden_size"])
+def has_formulas(config: Mapping[str, Any]) -> bool:
+    """Return whether formulas describe the language model of a ``config.json``; one without a type is as Llama."""
+    model_type = str(text_config_of(config).get("model_type", "llama"))
+    return model_type in _FORMULA_TYPES or family_of({"model_type": model_type.removesuffix("_text")}) in FAMILIES
 
+
+def _language_modules(config: Mapping[str, Any], prefix: str) -> LanguageModules:
+    text = language_config(config)
+    if counted := count_language(config):
+        return _with_windows(counted, text, prefix)
+    hidden = int(text["hidden_size"])
+    vocabulary = int(text.get("vocab_size") or 0)
+    return LanguageModules(
+        language=tuple(_formula_modules(text, prefix)),
+        head=ModuleCost(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
+        is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
+    )
+
+
+def count_language(config: Mapping[str, Any]) -> LanguageModules | None:
+    """Count the modules of a language model without formulas; None if it has them, or if transformers cannot run it."""
+    if has_formulas(config):
+        return None
+    from packtool.planning.counted_layers import count_modules  # which imports torch and transformers
+
+    return count_modules(text_config_of(config))
+
+
+def _with_windows(counted: LanguageModules, text: Mapping[str, Any], prefix: str) -> LanguageModules:
+    """Return counted modules by their names in the trained model, with attention in windows where layers have them."""
+    layer_types = _layer_types(text) if _window(text) and text.get("num_hidden_layers") else []
+    modules = []
+    for module in counted.language:
+        changes: dict[str, Any] = {"name": re.sub("^model[.]", f"{prefix}.", module.name)}
+        if module.layer is not None and {*layer_types[module.layer : module.layer + 1]} & {*_SLIDING_TYPES}:
+            changes |= {"flops_per_square": 0.0, "flops_per_window": module.flops_per_square}
+        modules.append(replace(module, **changes))
+    return counted._replace(language=tuple(modules))
+
+
+def _formula_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCost]:
+    hidden = int(text["hidden_size"])
     module = partial(new_module, f"{prefix}.", part="language model")
     yield module("embed_tokens", int(text.get("vocab_size") or 0), hidden, kind="no_matmul")
     for i, layer_type in enumerate(_layer_types(text)):
         yield module(f"layers.{i}.input_layernorm", 1, hidden, kind="no_matmul", layer=i)
-        if layer_type in _LINEAR_TYPES and text.get("linear_num_value_heads"):
+        if layer_type == _LINEAR_TYPE and text.get("linear_num_value_heads"):
             mixer = _gated_delta_modules(text)
         else:
             mixer = _attention_modules(_config_of_layer(text, i, layer_type), layer_type)
@@ -275,8 +315,6 @@ def expert_widths(text: Mapping[str, Any]) -> ExpertWidths:
         width = first_setting(text, "moe_intermediate_size") or width
         per_token = first_setting(text, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts") or 1
     num_shared = first_setting(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    if text.get("model_type") == "hunyuan_v1_moe":  # whatever its settings are
-        num_shared = 1
     own_width = first_setting(text, "shared_expert_intermediate_size", "shared_intermediate_size")
     shared = own_width + width * num_shared
     if num_experts and text.get("enable_moe_block"):  # beside the layer's dense MLP
@@ -286,11 +324,7 @@ def expert_widths(text: Mapping[str, Any]) -> ExpertWidths:
 
 def _mlp_width(text: Mapping[str, Any]) -> int:
     """Return the width of a dense MLP."""
-    width = first_setting(text, "intermediate_size") or 4 * int(text["hidden_size"])
-    if not text.get("intermediate_size") and text.get("ffn_dim"):
-        # With a gate, ``ffn_dim`` is the width of both matrices together.
-        width = int(text["ffn_dim"]) // (1 if text.get("model_type") in _UNGATED_MLPS else 2)
-    return width
+    return first_setting(text, "intermediate_size") or 4 * int(text["hidden_size"])
 
 
 def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[ModuleSettings]:
@@ -298,12 +332,11 @@ def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[Mod
     widths = attention_widths(text)
     projections = _latent_modules if text.get("kv_lora_rank") else _query_modules
     yield from projections(text, widths)
-    num_maps = 2 if text.get("model_type") == "diffllama" else 1  # it subtracts one attention from another
     flops = {}  # linear layers without sizes of their own have no FLOPs of attention
     if layer_type in _SLIDING_TYPES:
-        flops = {"flops_per_window": float(num_maps * (widths.queries + widths.outputs))}
-    elif layer_type not in _LINEAR_TYPES:
-        flops = {"flops_per_square": float(num_maps * (widths.queries + widths.outputs))}
+        flops = {"flops_per_window": float(widths.queries + widths.outputs)}
+    elif layer_type != _LINEAR_TYPE:
+        flops = {"flops_per_square": float(widths.queries + widths.outputs)}
     yield "self_attn", {"kind": "attention", "outputs": 0, **flops}
     yield "self_attn.o_proj", {"inputs": widths.outputs}
 
@@ -346,8 +379,6 @@ def _query_modules(text: Mapping[str, Any], widths: AttentionWidths) -> Iterator
             yield "self_attn.v_proj", {"outputs": widths.values, "shares_input": True, "has_bias": has_bias}
     yield "self_attn.q_norm", norm
     yield "self_attn.k_norm", norm
-    if text.get("model_type") in _GATED_ATTENTION:
-        yield "self_attn.gate_proj", {"outputs": widths.queries}
 
 
 def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
@@ -390,11 +421,7 @@ def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings
     if not mlp.num_experts or _is_dense(text, layer):
         is_wide = text.get("use_double_wide_mlp") and _shares_keys(text, layer)
         width = first_setting(text, "dense_intermediate_size") or _mlp_width(text) * (2 if is_wide else 1)
-        if text.get("model_type") in _UNGATED_MLPS:
-            yield "mlp.up_proj", {"outputs": width}
-            yield "mlp.down_proj", {"inputs": width}
-        else:
-            yield from _swiglu("mlp", width)
+        yield from _swiglu("mlp", width)
         return
     experts = {"kind": "tensor", "uses_per_unit": mlp.experts_per_token, "num_experts": mlp.num_experts}
     # Router (``gate``), experts and shared expert read the same input, so their first modules follow one another.
@@ -426,8 +453,7 @@ def _swiglu(name: str, width: int, *, shares_input: bool = False) -> Iterator[Mo
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:
     """Return each layer's type, as in the ``layer_types`` of transformers; older configs have rules instead."""
-    types = text.get("layer_types") or text.get("layers_block_type")
-    if types:
+    if types := text.get("layer_types"):
         return [str(layer_type) for layer_type in types]
     layers = range(int(text["num_hidden_layers"]))
     if text.get("linear_num_value_heads"):

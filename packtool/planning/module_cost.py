@@ -1,10 +1,10 @@
-"""A module of a model and its work in the forward pass, for ``layers`` and ``tower_layers``."""
+"""A module of a model and its work in the forward pass, for ``layers``, ``counted_layers`` and ``tower_layers``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from packtool.config.model import ModelPart
 
@@ -54,6 +54,14 @@ class ModuleCost:
     def weight(self) -> str:
         """Name of the parameter."""
         return self.name if self.kind == "tensor" and ".experts." in self.name else f"{self.name}.weight"
+
+
+class LanguageModules(NamedTuple):
+    """The parts of ``ModelLayers`` that are the language model."""
+
+    language: tuple[ModuleCost, ...]
+    head: ModuleCost
+    is_tied: bool
 
 
 def new_module(prefix: str, name: str, inputs: int = 0, outputs: int = 0, **rest: Any) -> ModuleCost:

@@ -91,6 +91,12 @@ def test_costs_of_unknown_sizes_are_named(cache: str, model: Path, tmp_path: Pat
     config["text_config"] = config.get("text_config", {}) | text
     (directory / "config.json").write_text(json.dumps(config))
     assert plan_json(capsys, cache, "--model", str(directory))["cost_model"] == str(directory)
+    config["text_config"]["model_type"] = "other"
+    (directory / "config.json").write_text(json.dumps(config))
+    estimated = plan_json(capsys, cache, "--model", str(directory))["cost_model"]
+    assert (
+        estimated == f"{directory}, by formulas for other models, because transformers cannot run a model of its type"
+    )
 
 
 def test_samples_per_step(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:

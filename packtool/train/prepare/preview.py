@@ -19,6 +19,7 @@ from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError
 from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan, plan_epoch, plan_mixture
+from packtool.planning.layers import count_language, has_formulas
 from packtool.planning.mixture import by_name, counts_of_steps, share_figures
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array
@@ -88,6 +89,8 @@ class Preview:
             name = self.inputs.reader.manifests[0].identity.spec["model"]
         if not has_known_sizes(self.inputs.files.config):
             return f"a dense model of 8 billion weights, because the config.json of {name} lacks sizes"
+        if not (has_formulas(self.inputs.files.config) or count_language(self.inputs.files.config)):
+            return f"{name}, by formulas for other models, because transformers cannot run a model of its type"
         return str(name)
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
