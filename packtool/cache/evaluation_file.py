@@ -64,16 +64,11 @@ def _write_table(path: str, schema: pa.Schema, columns: Mapping[str, Any]) -> No
     publish_table(path, pa.Table.from_arrays(arrays, schema=schema))
 
 
-def publish_table(path: str, table: pa.Table) -> None:
-    """Write a Parquet file atomically."""
+def publish_table(path: str, table: pa.Table | dict[str, Any]) -> None:
+    """Write a table, or columns whose types follow from their values, to a Parquet file, atomically."""
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
+    pq.write_table(pa.table(table) if isinstance(table, dict) else table, sink)
     storage.publish(path, sink.getvalue())
-
-
-def table_of(columns: Mapping[str, Any]) -> pa.Table:
-    """Return a table of columns of equal length, whose types follow from the values."""
-    return pa.table({name: pa.array(values) for name, values in columns.items()})
 
 
 def load_table(path: str) -> pa.Table:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
-from packtool.cache.evaluation_file import join_tables, load_table, publish_table, table_of
+from packtool.cache.evaluation_file import join_tables, load_table, publish_table
 from packtool.cache.origins import DAMAGE_ERRORS
 from packtool.cache.shard import num_targets
 from packtool.config.settings import load_json
@@ -155,7 +155,7 @@ class StreamRecord:
         *key, steps, losses = zip(*sorted(self._rows, key=lambda row: row[:4]), strict=True)
         columns = dict(zip(_KEY, key, strict=True)) | {"step": steps, "loss": np.array(losses, _DTYPE)}
         path = os.path.join(self._history, _STREAM_FILE.format(min(steps)))
-        publish_table(path, table_of(columns))
+        publish_table(path, columns)
         self._rows = []
 
     save = write  # with the arguments of ``RunRecord.save``, which have no effect
