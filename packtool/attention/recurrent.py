@@ -23,7 +23,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,21 +166,20 @@ def _run_trees(
 
     Args:
         run: calls ``forward`` on documents that continue no other.
-        continues_states: whether ``forward`` can start from the state after another document. If not, each document is
-            run together with its prefixes.
+        continues_states: ``forward`` can start from the state after a prefix; else a document is run with its prefixes.
     """
-    lengths = varlen.host_lengths()
     paths: list[list[Tensor]] = []  # of each document, the tokens of all documents from the root down to it
-    for (start, stop), parent in zip(pairwise(accumulate(lengths, initial=0)), parents, strict=True):
-        tokens = hidden_states[:, start:stop]
-        paths.append([tokens] if parent == ROOT else [*paths[parent], tokens])
-    outs: dict[int, Tensor] = {}  # by number of the document; some begin with the outputs of its prefixes
+    for document, parent in zip(varlen.documents(hidden_states.shape[1]), parents, strict=True):
+        prefixes = [] if parent == ROOT else paths[parent]
+        paths.append([*prefixes, hidden_states[:, document]])
+    outs: dict[int, Tensor] = {}  # by number of the document
     if continues_states:
-        outs = _run_from_states(forward, paths, parents)
-    others = {number: torch.cat(path, dim=1) for number, path in enumerate(paths) if number not in outs}
-    if others:
-        outs |= _run_complete(forward, others, run)
-    own_outs = [outs[number][:, -length:] for number, length in enumerate(lengths)]
+        outs = _run_from_states(forward, paths, parents)  # all but documents that share nothing
+    remaining = {number: torch.cat(path, dim=1) for number, path in enumerate(paths) if number not in outs}
+    if remaining:
+        outs |= _run_complete(forward, remaining, run)
+    # Where a document was run with its prefixes, their outputs come first.
+    own_outs = [outs[number][:, -length:] for number, length in enumerate(varlen.host_lengths())]
     return torch.cat(own_outs, dim=1)
 
 

@@ -56,9 +56,10 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     text_config = config.get_text_config()
     settings: dict[str, Any] = text_config.to_dict()
     _refuse_layers(config.model_type, text_config.model_type, settings)
-    # transformers does not set the attribute for models with recurrent layers, which packtool can reset at documents.
+    # Recurrent models lack this attribute in transformers, but packtool can reset some of them at documents.
+    has_attention_interface = getattr(model_class, "_supports_attention_backend", False)
     resets_recurrent_layers = text_config.model_type in ISOLATED_MODEL_TYPES
-    if not resets_recurrent_layers and not getattr(model_class, "_supports_attention_backend", False):
+    if not has_attention_interface and not resets_recurrent_layers:
         raise UnsupportedModelError(
             f"{model_class.__name__} does not take its attention function from transformers' attention interface, "
             "so packed samples cannot be kept apart",

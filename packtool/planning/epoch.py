@@ -24,13 +24,7 @@ from packtool.planning.pack_plan import (
     split_to_count,
     to_offsets,
 )
-from packtool.planning.packing import (
-    pack,
-    pack_singletons,
-    pack_trees,
-    share_drawn_prefixes,
-    share_prefixes_in_steps,
-)
+from packtool.planning.packing import pack, pack_singletons, pack_trees, share_drawn_prefixes, share_prefixes_in_steps
 from packtool.planning.prefix_trees import DrawnPrefixes, PrefixTrees
 from packtool.planning.shuffle import RandomStream, seeded_order
 from packtool.planning.skrull import assign_skrull
@@ -322,7 +316,7 @@ def _assign_by_skrull(
     towers: TowerWork | None,
     tree_parts: TreeParts | None,
 ) -> EpochPlan:
-    """Assign the samples of ``packs`` to ranks and micro-batches, each local to a device or sharded (Skrull)."""
+    """Give each step the samples of its ``packs``, each computed by one device or sharded over several (Skrull)."""
     assert options.skrull is not None
     assert options.cost is not None, "Skrull needs the costs of samples"
     samples = split_into_samples(packs)
@@ -331,15 +325,14 @@ def _assign_by_skrull(
     placement = assignment.placement
     assert placement is not None
     steps = StepPlan.of(samples, target_tokens, assignment, options.world_size)
-    costs = pack_costs(packs, options.cost, target_tokens, towers)
+    whole_pack_costs = pack_costs(packs, options.cost, target_tokens, towers)
     balance = BalanceFigures(
-        steps_before=_round_robin_imbalance(packs, target_tokens, costs, options, tree_parts),
+        steps_before=_round_robin_imbalance(packs, target_tokens, whole_pack_costs, options, tree_parts),
         steps=imbalance(steps.rank_costs(sample_costs)),
         flops=float(sample_costs.sum()),
     )
-    sample_towers = None if towers is None else towers.select(samples.samples)
-    skrull = SkrullFigures.of(samples, steps, placement, options.skrull, sample_costs, sample_towers)
-    fill = packs.num_tokens / skrull.num_tokens  # sharded samples are padded
+    skrull = SkrullFigures.of(samples, steps, placement, options.skrull, sample_costs, towers)
+    fill = packs.num_tokens / skrull.num_padded_tokens
     summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance, skrull=skrull)
     return EpochPlan(samples, steps, summary, rank_independent_packs=packs, placement=placement)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -182,18 +183,17 @@ class Ledger:
         target_tokens: IntArray,
         skipped: Sequence[int] | Int64Array = (),
     ) -> Ledger:
-        """Return a ledger that also counts ``steps`` of ``plan``, the plan of the current epoch or of its last part.
+        """Return a ledger that also counts ``steps`` of ``plan``.
 
-        ``lengths`` and ``target_tokens``, (N,), are of all samples of the caches; ``skipped`` are the positions of
-        samples of these steps that were not trained.
+        Rows are numbered through all sources; ``lengths`` and ``target_tokens``, (N,), are of all rows. ``skipped`` are
+        rows of these steps that were not trained.
         """
         skipped_rows = np.sort(np.asarray(skipped, np.int64))
         planned_rows = np.sort(plan.samples_of(steps.start, steps.stop))
         trained_rows = remove_rows(planned_rows, skipped_rows)
-        # Rows are numbered through all sources.
-        offsets = np.cumsum([0, *(source.num for source in self.sources)]).tolist()
+        source_bounds = pairwise(accumulate((source.num for source in self.sources), initial=0))
         sources = []
-        for source, start, end in zip(self.sources, offsets[:-1], offsets[1:], strict=True):
+        for source, (start, end) in zip(self.sources, source_bounds, strict=True):
             source_trained = _rows_between(trained_rows, start, end)
             source_skipped = _rows_between(skipped_rows, start, end)
             sources.append(source.plus(source_trained, source_skipped, lengths[start:end], target_tokens[start:end]))

@@ -49,17 +49,16 @@ def pack(
 ) -> PackPlan:
     """Decide which samples share a pack: the same on every machine, and equally many packs in every epoch.
 
-    Without shuffling, and always with ``sequential``, the order of the cache is kept as far as possible.
+    Without shuffling, and with the algorithm ``sequential``, the order of the cache is kept as far as possible.
 
     ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``.
     """
-    packing_problems = options.problems(PackOptions)  # ``options`` may have further sections, checked elsewhere
-    if problems := [*bound_problems(options), *packing_problems]:
+    problems = [*bound_problems(options), *options.problems(PackOptions)]
+    if problems:
         raise ConfigError.from_problems(problems)
     lengths = check_lengths(lengths, capacity)
-    # None if no pack can exceed the limit, so that packing need not look at media.
-    media_tokens = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
-    job = _Job(lengths, media_tokens, capacity, options, seed, epoch)
+    limiting_media = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
+    job = _Job(lengths, limiting_media, capacity, options, seed, epoch)
     if options.packing_algorithm == "binpacking":
         return _pack_with_binpacking(job)
     if options.packing_window is None or len(lengths) <= options.packing_window:

@@ -319,25 +319,30 @@ class _PartialPlacement:
         return False
 
     def best_placement(self) -> PlacedMicroBatch:
-        """Return this placement, or a faster one with more sharded sequences; changes this object to find it.
+        """Return this placement, which fits, or a faster one with more sharded sequences; changes this object.
 
-        Sequences are sharded one by one, the longest of the busiest rank each time.
+        Sequences are sharded one by one, the longest of the busiest rank each time, until that no longer helps.
         """
-        step = self.step
-        best, min_seconds = self.placement.copy(), self.seconds()
-        num_failures = 0
-        while step.group_size > 1 and num_failures < step.group_size:
+        best = self._micro_batch()
+        if self.step.group_size == 1:
+            return best
+        num_failures = 0  # since the best placement
+        while num_failures < self.step.group_size:
             busiest_rank = self.loads.index(max(self.loads))
             if not self.local[busiest_rank]:
                 break
             self._shard_longest_of(busiest_rank)
-            num_failures += 1
-            seconds = self.seconds()
-            if seconds < min_seconds and self.fits():
-                best, min_seconds = self.placement.copy(), seconds
+            if self.fits() and self.seconds() < best.seconds:
+                best = self._micro_batch()
                 num_failures = 0
-        ascending = sorted(best, key=lambda i: (step.sizes[i], i))
-        return PlacedMicroBatch(ascending, [best[i] for i in ascending], min_seconds)
+            else:
+                num_failures += 1
+        return best
+
+    def _micro_batch(self) -> PlacedMicroBatch:
+        """Return the sequences placed so far, the shortest first."""
+        ascending = sorted(self.placement, key=lambda i: (self.step.sizes[i], i))
+        return PlacedMicroBatch(ascending, [self.placement[i] for i in ascending], self.seconds())
 
     def place_locally(self, sequence: int, rank: int) -> None:
         self.free[rank] -= self.step.local_units(sequence)

@@ -221,9 +221,7 @@ def assign_balanced(
     world_size, accumulation = options.world_size, options.gradient_accumulation_steps
     packs_per_micro_batch = options.per_device_train_batch_size
     check_counts(
-        world_size=world_size,
-        gradient_accumulation_steps=accumulation,
-        packs_per_micro_batch=packs_per_micro_batch,
+        world_size=world_size, gradient_accumulation_steps=accumulation, packs_per_micro_batch=packs_per_micro_batch
     )
     if options.balance == "none":
         costs = None
@@ -279,9 +277,9 @@ def _assign_full_steps(steps: Int64Array, costs: Costs | None, num_ranks: int) -
 def _assign_last_step(
     packs: Int64Array, world_size: int, packs_per_micro_batch: int, costs: Costs | None
 ) -> tuple[Int64Array, Int64Array]:
-    """Assign the packs (n,) of the last, smaller step; return them rank by rank, and the micro-batches' sizes.
+    """Assign the packs (n,) of the last, smaller step; return their order and their micro-batches' sizes, rank by rank.
 
-    ``costs``, (K,), are of all packs of the epoch; None assigns packs to ranks in turn. Micro-batches may be empty.
+    ``costs`` are by pack number; None assigns packs to ranks in turn. Micro-batches may be empty.
     """
     if not len(packs):
         return packs, np.zeros(0, np.int64)

@@ -47,14 +47,14 @@ class SkrullFigures:
 
     Args:
         num_micro_batches: micro-batches with samples, over all data-parallel ranks.
-        num_tokens: of all samples, and of the padding of sharded ones.
+        num_padded_tokens: of all samples, and of the padding of sharded ones.
         num_local_tokens: of samples that are local to a rank.
         mean_imbalance, worst_imbalance: over all steps, of the busiest device's work divided by the mean device's.
     """
 
     options: SkrullOptions
     num_micro_batches: int
-    num_tokens: int
+    num_padded_tokens: int
     num_local_tokens: int
     mean_imbalance: float
     worst_imbalance: float
@@ -62,30 +62,36 @@ class SkrullFigures:
     @classmethod
     def of(
         cls,
-        single_samples: PackPlan,
+        samples: PackPlan,
         steps: StepPlan,
         placement: Int64Array,
         options: SkrullOptions,
         flops: Costs,
         towers: TowerWork | None,
     ) -> SkrullFigures:
-        """Compute the figures of packs of one sample each; further arguments as for ``device_costs``."""
-        device_imbalance = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
-        local_samples = steps.order[placement != SHARDED]  # ``placement`` is in the order of ``steps.order``
+        """Compute the figures of scheduled ``samples``, each a pack of its own: ``steps.order`` are their numbers.
+
+        ``placement``, in that order, and ``flops`` are as for ``device_costs``; ``towers`` are by cache position.
+        """
+        sample_towers = None if towers is None else towers.select(samples.samples)
+        costs = device_costs(steps, placement, flops, options.sequence_parallel_size, sample_towers)
+        device_imbalance = imbalance(costs)
+        is_local = placement != SHARDED
+        local_lengths = samples.lengths[steps.order[is_local]]
         return cls(
             options=options,
             num_micro_batches=int(np.count_nonzero(steps.micro_batch_sizes() > 0)),
-            num_tokens=int(computed_tokens(single_samples, steps, placement, options.alignment).sum()),
-            num_local_tokens=int(single_samples.lengths[local_samples].sum(dtype=np.int64)),
+            num_padded_tokens=int(computed_tokens(samples, steps, placement, options.alignment).sum()),
+            num_local_tokens=int(local_lengths.sum(dtype=np.int64)),
             mean_imbalance=float(device_imbalance.mean()),
             worst_imbalance=float(device_imbalance.max()),
         )
 
     @property
     def bucket_fill(self) -> float:
-        """Tokens divided by the capacity of all micro-batches with samples, 0 to 1."""
+        """Tokens with padding divided by the capacity of all micro-batches with samples, 0 to 1."""
         capacity = self.options.bucket_size * self.options.sequence_parallel_size
-        return self.num_tokens / (self.num_micro_batches * capacity)
+        return self.num_padded_tokens / (self.num_micro_batches * capacity)
 
     def figures(self, num_tokens: int) -> dict[str, Any]:
         """Return all figures of an epoch of ``num_tokens`` tokens, by their names in JSON."""

@@ -248,9 +248,8 @@ class Timing:
         """(S,): seconds of exposed exchanges on the ranks that the slowest device waits for."""
         plan = self.schedule
         # The last row of each micro-batch in this order is that of its slowest rank.
-        slowest = np.lexsort((self.row_seconds, plan.row_micro_batches))[
-            plan.row_starts + plan.micro_batch_num_devices - 1
-        ]
+        last_rows = plan.row_starts + plan.micro_batch_num_devices - 1
+        slowest = np.lexsort((self.row_seconds, plan.row_micro_batches))[last_rows]
         exposed = self.sums(self.exposed[slowest][plan.row_micro_batches])
         last = self.device_seconds.argmax(axis=1)
         return np.asarray(exposed[np.arange(plan.num_steps), last] + self.synchronisation)
@@ -307,25 +306,30 @@ class Machine:
         return self.state_bytes + activation_bytes + np.where(is_shared, gathered_bytes, 0.0)
 
     def _computing_seconds(self, schedule: SimulatedSchedule, targets: Int64Array) -> tuple[Seconds, Seconds, Seconds]:
-        """Compute each row's seconds (R,) of local and of sharded sequences, and of exchanges that are not hidden."""
+        """Compute the seconds (R,) of local sequences, of sharded ones, and of exchanges that attention does not hide.
+
+        Each is of a row: one device's part of a micro-batch.
+        """
         tokens = schedule.tokens
-        window_seconds = self._window_seconds(tokens)
-        row_tokens = schedule.sum_by_row(tokens)
-        linear_seconds = self.linear_seconds(row_tokens, schedule.sum_by_row(targets))
-        linear_per_token = linear_seconds / np.where(row_tokens > 0, row_tokens, 1.0)
-
-        local_attention = schedule.sum_local(self.attention_seconds(tokens, 1))
+        sliding_windows = self._sliding_window_seconds(tokens)
+        linear_per_token = self._linear_seconds_per_token(schedule, targets)
         local_linear = linear_per_token * schedule.sum_local(tokens)
-        local = local_linear + local_attention + schedule.sum_local(window_seconds)
-
-        # Each device of a micro-batch has an equal part of the sharded sequences' tokens and windows.
+        local_attention = schedule.sum_local(self.attention_seconds(tokens, 1))
+        local = local_linear + local_attention + schedule.sum_local(sliding_windows)
+        # ``attention_seconds`` are of one device; the other work on sharded sequences is divided by the devices here.
         num_devices = schedule.row_num_devices
         sharded_tokens = schedule.sum_sharded(tokens)
-        sharded_attention = schedule.sum_sharded(self.attention_seconds(tokens, schedule.sequence_num_devices))
         sharded_linear = linear_per_token * sharded_tokens / num_devices
-        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / num_devices
-        exposed = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
-        return local, sharded, exposed
+        sharded_attention = schedule.sum_sharded(self.attention_seconds(tokens, schedule.sequence_num_devices))
+        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(sliding_windows) / num_devices
+        exposed_exchanges = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
+        return local, sharded, exposed_exchanges
+
+    def _linear_seconds_per_token(self, schedule: SimulatedSchedule, targets: Int64Array) -> Seconds:
+        """Compute the mean seconds (R,) of a token's matrix products in each row; 0 in rows without tokens."""
+        row_tokens = schedule.sum_by_row(schedule.tokens)
+        seconds = self.linear_seconds(row_tokens, schedule.sum_by_row(targets))
+        return seconds / np.where(row_tokens > 0, row_tokens, 1.0)
 
     def _time_with_necessary_layers(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
         """Time each row between the times without and with recomputation, by the share of layers that recompute."""
@@ -338,7 +342,7 @@ class Machine:
         mixed = {name: (1 - shares) * getattr(without, name) + shares * getattr(with_all, name) for name in names}
         return replace(without, **mixed)
 
-    def _window_seconds(self, tokens: Int64Array) -> Seconds:
+    def _sliding_window_seconds(self, tokens: Int64Array) -> Seconds:
         """Compute the seconds (K,) of attention in sliding windows, which runs at the speed of matrix products."""
         cost = self.sizes.cost
         speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes

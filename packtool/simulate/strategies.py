@@ -1,9 +1,8 @@
 """Schedules of the same sequences by the planner of each strategy, which can be timed.
 
 Every strategy has equally many sequences in every step, and all except sorted batches the same ones, so that they are
-compared at equal global batches. They are packtool's own: packs are those of ``assign_by_tokens``, which
-``--dynamic-batch-tokens`` trains, rows are sorted by ``group_by_length``, and Skrull is ``schedule_step``. Two are only
-simulated: packs of equal work (WLB-LLM), and groups of many sizes (``place_in_groups``).
+compared at equal global batches. Two are only simulated: packs of equal work (WLB-LLM), and groups of many sizes
+(``place_in_groups``).
 """
 
 from __future__ import annotations
@@ -52,16 +51,18 @@ def place_in_groups(
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
     """
     sizes = _group_sizes(machine.world_size)  # by level
-    tokens, seconds = _tokens_and_seconds(lengths, targets, sizes, machine)
-    has_space = tokens <= bucket_size * np.array(sizes)[:, None]
-    lowest_with_space = _lowest_level(has_space, default=len(sizes) - 1)
-    fastest_levels = seconds.argmin(axis=0)
+    tokens, seconds = _tokens_and_seconds(lengths, targets, sizes, machine)  # (levels, n) each
+    group_capacities = bucket_size * np.array(sizes)
+    has_space = tokens <= group_capacities[:, None]
+    largest_level = len(sizes) - 1
+    min_levels = _lowest_level(has_space, default=largest_level)
+    fastest_levels = seconds.argmin(axis=0)  # for those that no group finishes in time
     mean_device_seconds = seconds[0].sum() / machine.world_size  # without sharing
-    previous_levels = np.empty(0, np.int64)
+    previous_levels = None
     for relative_limit in _RELATIVE_TIME_LIMITS:
         is_in_time = seconds <= relative_limit * mean_device_seconds
-        levels = np.maximum(lowest_with_space, _lowest_level(is_in_time, default=fastest_levels))
-        if not np.array_equal(levels, previous_levels):
+        levels = np.maximum(min_levels, _lowest_level(is_in_time, default=fastest_levels))
+        if previous_levels is None or not np.array_equal(levels, previous_levels):
             yield _place_on_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
         previous_levels = levels
 

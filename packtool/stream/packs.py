@@ -2,8 +2,7 @@
 
 An interval is up to ``packing_interval`` samples. They are packed, and the packs are trained in an order drawn from the
 seed. Up to two packs that are not full are held back: their samples are packed again with those of the next interval.
-Memory is bounded by the interval and the shuffle buffer. The costs are packs that are less full than with all samples
-known, and a few samples, mostly short ones, that are trained later than their neighbors.
+Memory is bounded by the interval and the shuffle buffer.
 """
 
 from __future__ import annotations
@@ -354,7 +353,7 @@ class PackStream:
 def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
     """Return the numbers of the packs to pack again with the next interval: the emptiest that are not nearly full.
 
-    Without shuffling, only the last pack can wait for the next interval. Packs with too many samples do not wait.
+    Where packing keeps the order of samples, this can only be the last pack.
     """
     tokens = plan.tokens_per_pack()
     keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
@@ -363,10 +362,12 @@ def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
     else:
         candidates = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
     max_samples = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
-    num_samples = 0  # of the candidates so far
+    num_samples = 0
     held_back = []
     for pack_number in candidates:
         num_samples += len(plan.pack(pack_number))
-        if tokens[pack_number] < _MIN_FILL * plan.capacity and num_samples <= max_samples:
-            held_back.append(pack_number)
+        is_nearly_full = tokens[pack_number] >= _MIN_FILL * plan.capacity
+        if is_nearly_full or num_samples > max_samples:
+            break
+        held_back.append(pack_number)
     return held_back

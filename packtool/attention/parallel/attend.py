@@ -1,9 +1,7 @@
 """Attention of a rank's part of a shared sequence: local documents on their own, sharded ones with the other ranks.
 
-    first exchange of the sharded documents started ──► local documents ──► sharded documents
-
-Forward and backward run in this order: local documents are computed while K and V (or, with Ulysses, heads) are
-exchanged (Skrull, arXiv 2505.19609, section 3.1). Only inside one autograd function can work overlap with an exchange.
+Local documents are computed while K and V (or, with Ulysses, heads) of the sharded ones are exchanged (Skrull, arXiv
+2505.19609, section 3.1). Only inside one autograd function can work overlap with an exchange.
 
 - *ulysses* (Jacobs et al. 2023, "DeepSpeed Ulysses"): U ranks exchange so that each has all tokens of the U parts and
   1/U of the heads, attend (through the ring, if there is one), and exchange back. K and V with fewer than U heads are
@@ -147,26 +145,26 @@ def attend_shard(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return causal attention, (T, Hq, D), within each document of a sequence that several ranks share; all call this.
+    """Return causal attention, (T, Hq, D), within each document of a sequence that ranks share; collective over these.
 
     Args:
         q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded documents.
         k, v: (T, Hkv, D).
         scale: factor on the scores, by default 1 / sqrt(D).
-        window: a query sees itself and at most ``window - 1`` tokens before it. UnsupportedModelError with a ring, or
-            with shared prefixes.
+        window: a query sees itself and at most ``window - 1`` tokens before it.
     """
     if window is not None:
-        _refuse_windows_over_blocks(shard, parallel)
-    num_sharded = sum(shard.sharded_lengths) // parallel.split.size  # this rank's tokens of the sharded documents
-    assert len(q) == shard.num_local + num_sharded, "the tokens are not those of this shard"
+        _check_window_support(shard, parallel)
+    # Padding gives all ranks equally many tokens of the sharded documents.
+    num_sharded_here = sum(shard.sharded_lengths) // parallel.split.size
+    assert len(q) == shard.num_local + num_sharded_here, "the tokens are not those of this shard"
     layout = shard_layout(shard, q.device)
     call = AttentionCall(parallel, shard, kernel, default_scale(q, scale), window, layout)
     return _Attend.apply(q, k, v, call)
 
 
-def _refuse_windows_over_blocks(shard: SequenceShard, parallel: SequenceParallel) -> None:
-    """Raise if a query's keys may be in several blocks, which attention with a sliding window does not support."""
+def _check_window_support(shard: SequenceShard, parallel: SequenceParallel) -> None:
+    """Raise if a query's keys may be in several blocks, which sliding windows do not support."""
     if parallel.split.ring_size > 1:
         problem = "a layer has a sliding window, which chunks on a ring would cut"
         raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")

@@ -10,12 +10,6 @@ et al. 2023, "Ring Attention with Blockwise Transformers"): with D = rowsum(dout
 
     dv_b = P^T dout      dS = P * (dout v_b^T - D)      dq += scale dS k_b      dk_b = scale dS^T q
 
-| blocks | where |
-|---|---|
-| ``MathBlockKernel`` | anywhere, some queries at a time: the formulas above, and the reference of the others |
-| ``CpuFlashBlockKernel`` | torch's flash attention for the CPU |
-| ``CudaFlashBlockKernel`` | torch's flash attention for CUDA, bfloat16 and float16 |
-
 Shapes: T queries and T' keys of S documents each, Hq and Hkv heads of D numbers.
 """
 
@@ -25,6 +19,7 @@ import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,7 +107,7 @@ class BlockKernel(abc.ABC):
 
 
 class MathBlockKernel(BlockKernel):
-    """The formulas in float32 (float64 for float64), for 256 queries at a time; shapes: see ``BlockKernel``."""
+    """The formulas above in float32 (float64 for float64), 256 queries at a time; shapes: see ``BlockKernel``."""
 
     name = "math"
 
@@ -298,6 +293,7 @@ def _one_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 Rows = Tensor | slice
 """Rows of a tensor: their int64 indexes, or a slice for all of them."""
 _ALL_ROWS = slice(None)
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class VisibleKeys(NamedTuple):
@@ -343,7 +339,7 @@ class ShardLayout:
 @lru_cache(maxsize=4)
 def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """Return the layout of a rank's shard; cached, because every layer needs it."""
-    lengths = _rank_lengths(shard)
+    lengths = _lengths_on_rank(shard)
     documents = Varlen.of_lengths(lengths, device)
     half_documents = Varlen.of_lengths([length // 2 for length in lengths], device)  # one of a rank's two chunks
     early_rows = _join_rows(_chunk_rows(shard, is_late=False), device)
@@ -407,39 +403,37 @@ def _visible_keys(
 
 
 def _prefix_keys(shard: SequenceShard, key_ranks: Sequence[int], device: torch.device) -> VisibleKeys | None:
-    """Return this rank's queries of documents that continue a prefix, with the prefixes' keys on some ring ranks.
+    """Return this rank's queries of documents that continue a prefix, and the keys of their prefixes on ``key_ranks``.
 
-    Keys are rows of the tokens of ``key_ranks``, laid end to end. None if no document continues a prefix.
+    Key rows count the tokens of ``key_ranks``, one rank after the other. None if no document continues a prefix.
     """
-    query_starts = np.cumsum([0, *_rank_lengths(shard)])
-    key_rows = _rows_on_ranks(shard, key_ranks)  # of each document
-    rows_with_prefixes: list[Int64Array] = []  # of each document, after those of all its prefixes
-    queries, keys = [], []
-    for document, parent in enumerate(shard.parents):
-        if parent == ROOT:
-            rows_with_prefixes.append(key_rows[document])
-            continue
-        prefix_rows = rows_with_prefixes[parent]
-        rows_with_prefixes.append(np.concatenate([prefix_rows, key_rows[document]]))
-        queries.append(np.arange(query_starts[document], query_starts[document + 1]))
-        keys.append(prefix_rows)
-    if not queries:
+    continuing = [document for document, parent in enumerate(shard.parents) if parent != ROOT]
+    if not continuing:
         return None
-    # Several documents may continue one prefix.
+    key_rows = _rows_on_ranks(shard, key_ranks)
+    prefix_rows: list[Int64Array] = []  # of each document: rows of all its prefixes, from the root down
+    for parent in shard.parents:
+        if parent == ROOT:
+            prefix_rows.append(_NO_ROWS)
+        else:
+            prefix_rows.append(np.concatenate([prefix_rows[parent], key_rows[parent]]))
+    query_rows = _document_rows(shard)
+    queries = [query_rows[document] for document in continuing]
+    keys = [prefix_rows[document] for document in continuing]
+    # Documents that continue the same prefix have the same keys.
     return _visible_keys(queries, keys, device, repeats_keys=True)
 
 
 def _rows_on_ranks(shard: SequenceShard, ring_ranks: Sequence[int]) -> list[Int64Array]:
-    """Return the rows of each document's tokens, without padding, in the tokens of some ring ranks laid end to end."""
-    lengths = _rank_lengths(shard)
-    starts = np.cumsum([0, *lengths])
+    """Return the rows of each document, without padding, in the tokens of some ring ranks, one rank after the other."""
+    tokens_per_rank = sum(_lengths_on_rank(shard))
     rows_by_document = []
-    for document, num_tokens in enumerate(shard.sharded_tokens):
+    for rank_rows, num_tokens in zip(_document_rows(shard), shard.sharded_tokens, strict=True):
         rows = []
         for index, ring_rank in enumerate(ring_ranks):
-            first_row = index * starts[-1] + starts[document]
-            positions = _positions_on_rank(lengths[document], ring_rank, shard.split.ring_size)
-            rows.append(first_row + np.flatnonzero(positions < num_tokens))
+            positions = _positions_on_rank(len(rank_rows), ring_rank, shard.split.ring_size)
+            is_padding = positions >= num_tokens
+            rows.append(index * tokens_per_rank + rank_rows[~is_padding])
         rows_by_document.append(np.concatenate(rows))
     return rows_by_document
 
@@ -454,20 +448,23 @@ def _positions_on_rank(length: int, ring_rank: int, ring_size: int) -> Int64Arra
     return np.concatenate([early_start + chunk_positions, late_start + chunk_positions])
 
 
-def _rank_lengths(shard: SequenceShard) -> list[int]:
+def _lengths_on_rank(shard: SequenceShard) -> list[int]:
     """Return the number of tokens that each ring rank has of each sharded document: two chunks."""
     return [length // shard.split.ring_size for length in shard.sharded_lengths]
 
 
+def _document_rows(shard: SequenceShard) -> list[Int64Array]:
+    """Return the rows of each document in the sharded tokens of one ring rank."""
+    bounds = accumulate(_lengths_on_rank(shard), initial=0)
+    return [np.arange(start, stop) for start, stop in pairwise(bounds)]
+
+
 def _chunk_rows(shard: SequenceShard, *, is_late: bool) -> list[Int64Array]:
-    """Return the rows of each document's early or late chunk in the sharded tokens of one rank."""
-    rows = []
-    start = 0
-    for length in _rank_lengths(shard):
-        middle, stop = start + length // 2, start + length
-        rows.append(np.arange(middle, stop) if is_late else np.arange(start, middle))
-        start = stop
-    return rows
+    """Return the rows of each document's early or late chunk in the sharded tokens of one ring rank."""
+    documents = _document_rows(shard)
+    if is_late:
+        return [rows[len(rows) // 2 :] for rows in documents]
+    return [rows[: len(rows) // 2] for rows in documents]
 
 
 def _gathered_chunk_rows(shard: SequenceShard, chunk: int) -> list[Int64Array]:
@@ -475,10 +472,9 @@ def _gathered_chunk_rows(shard: SequenceShard, chunk: int) -> list[Int64Array]:
     ring_size = shard.split.ring_size
     is_late = chunk >= ring_size
     ring_rank = 2 * ring_size - 1 - chunk if is_late else chunk  # whose chunk it is
-    rank_start = ring_rank * sum(_rank_lengths(shard))
+    rank_start = ring_rank * sum(_lengths_on_rank(shard))
     return [rank_start + rows for rows in _chunk_rows(shard, is_late=is_late)]
 
 
 def _join_rows(rows: Sequence[Int64Array], device: torch.device) -> Tensor:
-    no_rows = np.zeros(0, np.int64)  # for a shard without sharded documents
-    return torch.from_numpy(np.concatenate([no_rows, *rows])).to(device)
+    return torch.from_numpy(np.concatenate([_NO_ROWS, *rows])).to(device)  # a shard may have no documents
