@@ -318,8 +318,8 @@ _EXTENSION = (
 def ended_template(text: str, variables: Mapping[str, Any], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
     """Extend a chat template whose answers end only where the next turn opens, so that the last answer ends, too.
 
-    Return the template, and the text that it adds after the last answer; unchanged and "" if answers need no end.
-    ``stops`` returns the tokens that generation stops at; it is called only if they do.
+    Return the template, and the text that it adds after the last answer; unchanged and "" if answers need no end, or
+    if generation does not stop where the next turn opens. ``stops`` returns the tokens that generation stops at.
     """
     for template in template_variants(text, variables):
         if user := _mark_between(template, "user", stops):
