@@ -122,106 +122,104 @@ class Node:
 
 
 class _Group(NamedTuple):
-    """Numbers of samples whose first ``start`` tokens are equal and already in nodes, of which ``parent`` is the last.
+    """Numbers of samples that share their first ``start`` tokens, which are in nodes up to ``parent``."""
 
-    If no tokens are in nodes yet, ``start`` is 0 and ``parent`` is ``ROOT``.
-    """
-
-    numbers: list[int]
+    sample_numbers: list[int]
     start: int
     parent: int
 
 
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: int) -> list[Node]:
-    """Build the prefix tree of some samples: nodes that hold each common prefix once, each after its parent.
+    """Build the prefix tree of samples: nodes that hold each common prefix once, each after its parent.
 
-    ``min_shared``: minimum length of a shared prefix in tokens, counted from the samples' beginning.
+    A prefix of fewer than ``min_shared`` tokens, counted from the samples' beginning, is not shared.
     """
-    symbols, may_end = _symbols_of_samples(samples, spec)
+    if not samples:
+        return []
+    symbols, can_end_at = _symbols_of_samples(samples, spec)
     nodes: list[Node] = []
-    groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)] if samples else []  # a stack
+    groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)]  # a stack
     while groups:
-        numbers, start, parent = groups.pop()
-        first = numbers[0]
-        num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in numbers)
-        branches = _branches(numbers, symbols, num_equal)
+        sample_numbers, start, parent = groups.pop()
+        first = sample_numbers[0]
+        num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in sample_numbers)
+        branches = _branches(sample_numbers, symbols, num_equal)
+        stop = num_equal
         if branches:
-            stop = _prefix_end([samples[number] for number in numbers], may_end[first], start, num_equal)
-        else:
-            stop = num_equal  # all samples end here
-        is_too_short = len(numbers) > 1 and stop < min_shared
-        if is_too_short and not branches:
-            branches = [[number] for number in numbers]  # equal samples are not shared either
-        if not is_too_short and stop > start:
-            nodes.append(Node(tuple(numbers), start, stop, parent))
-            start, parent = stop, len(nodes) - 1  # the branches continue this node
-        for branch in reversed(branches):  # the first branch comes last on the stack
-            has_tokens_left = len(symbols[branch[0]]) > start  # the same for all samples of a branch
-            if has_tokens_left:
-                groups.append(_Group(branch, start, parent))
+            stop = _prefix_end([samples[number] for number in sample_numbers], can_end_at[first], start, num_equal)
+        if len(sample_numbers) > 1 and stop < min_shared:  # too short for a node
+            if not branches:  # short samples that are equal
+                branches = [[number] for number in sample_numbers]
+        elif stop > start:
+            nodes.append(Node(tuple(sample_numbers), start, stop, parent))
+            start = stop
+            parent = len(nodes) - 1
+        for branch in reversed(branches):  # so that the first branch is popped first
+            groups.append(_Group(branch, start, parent))
     return nodes
 
 
-def _branches(numbers: Sequence[int], symbols: Sequence[Int64Array], num_equal: int) -> list[list[int]]:
-    """Divide a group of samples by the symbol after their common prefix, which has ``num_equal`` symbols.
+def _branches(sample_numbers: Sequence[int], symbols: Sequence[Int64Array], num_equal: int) -> list[list[int]]:
+    """Divide a group of samples by the symbol after their first ``num_equal`` ones, which are equal.
 
-    Samples that end with the prefix are a branch too. If all of them do, there are no branches.
+    Samples without a further symbol are a branch too; if none has one, there are no branches.
     """
-    branches: dict[int | None, list[int]] = {}  # None if a sample ends with the prefix
-    for number in numbers:
+    branches: dict[int | None, list[int]] = {}
+    for number in sample_numbers:
         is_at_end = len(symbols[number]) == num_equal
         next_symbol = None if is_at_end else int(symbols[number][num_equal])
         branches.setdefault(next_symbol, []).append(number)
-    return [] if branches.keys() == {None} else list(branches.values())
+    all_at_end = branches.keys() == {None}
+    return [] if all_at_end else list(branches.values())
 
 
-def _prefix_end(samples: Sequence[EncodedSample], may_end: npt.NDArray[np.bool_], start: int, num_equal: int) -> int:
-    """Return where a node may end for samples whose first ``num_equal`` tokens are equal: as late as possible.
+def _prefix_end(samples: Sequence[EncodedSample], can_end_at: npt.NDArray[np.bool_], start: int, num_equal: int) -> int:
+    """Return the last position where a node from ``start`` can end, if the first ``num_equal`` tokens are equal.
 
-    ``start`` is the node's start, and ``may_end``, bool (L + 1,), the lengths at which a prefix may end.
+    ``can_end_at``, bool (L + 1,): whether a prefix of each length may end.
     """
     next_labels = {int(sample.labels[num_equal]) for sample in samples if len(sample.labels) > num_equal}
     # The last token of a prefix predicts the next token of every sample, but can have only one label.
     has_several_labels = len(next_labels - {IGNORE_INDEX}) > 1
     max_length = max(num_equal - 1 if has_several_labels else num_equal, start)
-    return int(np.flatnonzero(may_end[: max_length + 1])[-1])
+    return int(np.flatnonzero(can_end_at[: max_length + 1])[-1])
 
 
 def _symbols_of_samples(
     samples: Sequence[EncodedSample], spec: InputSpec
 ) -> tuple[list[Int64Array], list[npt.NDArray[np.bool_]]]:
-    """Return for each sample its symbols (L,), and whether a prefix of each length may end (L + 1,)."""
+    """Return ``_symbols`` of each sample, as two lists."""
     medium_numbers = MediaNumbers(spec.media_policy)
     symbols: list[Int64Array] = []
-    may_end: list[npt.NDArray[np.bool_]] = []
+    can_end_at: list[npt.NDArray[np.bool_]] = []
     for sample in samples:
-        sample_symbols, sample_may_end = _symbols(sample, spec, medium_numbers)
+        sample_symbols, sample_can_end_at = _symbols(sample, spec, medium_numbers)
         symbols.append(sample_symbols)
-        may_end.append(sample_may_end)
-    return symbols, may_end
+        can_end_at.append(sample_can_end_at)
+    return symbols, can_end_at
 
 
 def _symbols(
     sample: EncodedSample, spec: InputSpec, medium_numbers: MediaNumbers
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Return a sample's symbols, int64 (L,), and bool (L + 1,), whether the prefix of each length may end there.
+    """Return a sample's symbols, int64 (L,), and whether a prefix of each length may end, bool (L + 1,).
 
     A symbol is a token's id, or for a medium's placeholder tokens a negative number that stands for its content.
     """
     ids = sample.input_ids
     tokens = spec.media_tokens
     symbols = ids.astype(np.int64)
-    may_end = np.ones(len(ids) + 1, np.bool_)
+    can_end_at = np.ones(len(ids) + 1, np.bool_)
     is_placeholder = np.isin(ids, list(tokens.pads.values()))
     for span in media_spans(sample, tokens):
         span_symbols = symbols[span.start : span.stop]  # a view
         span_symbols[is_placeholder[span.start : span.stop]] = -1 - medium_numbers(span.medium)
-        may_end[span.start + 1 : span.stop] = False  # lengths of prefixes with some of its tokens, but not all
-    # Nor after a token that opens a medium, as media of different kinds may follow.
+        can_end_at[span.start + 1 : span.stop] = False  # a prefix has all tokens of a medium, or none
+    # Nor can it end after a token that opens a medium, as media of different kinds may follow.
     opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]
     is_opening = np.isin(ids, opening_ids)
-    may_end[1:] &= ~is_opening  # the prefix of length i + 1 ends with token i
-    return symbols, may_end
+    can_end_at[1:] &= ~is_opening  # the prefix of length i + 1 ends with token i
+    return symbols, can_end_at
 
 
 def _common_prefix_length(first: Int64Array, second: Int64Array, num_known: int) -> int:

@@ -368,9 +368,9 @@ class Encoder:
         return scale.text_weights(text[answer_start:])[[char - answer_start for char in chars]]
 
     def _turn_text(self, tokens: JoinedTokens, turn: LocatedTurn) -> tuple[str, dict[int, int]]:
-        """Join the control tokens and texts of a turn, from its header to the token that ends it.
+        """Return the text of a turn from its header to the token that ends it, with control tokens written out.
 
-        Return the text, and the index in it of each token's first character, by the token's index in ``tokens.ids``.
+        The dict maps each token, by its index in ``tokens.ids``, to the index of its first character in the text.
         """
         joined_text = ""
         first_chars: dict[int, int] = {}
@@ -379,13 +379,14 @@ class Encoder:
             chunk = tokens.chunks[chunk_index]
             text_start = tokens.text_starts[chunk_index]
             if chunk.control:
-                # All repetitions of the token, as for a medium, are one token in the text.
-                for token in range(text_start - chunk.num_controls, text_start):
-                    first_chars[token] = len(joined_text)
-                joined_text += chunk.control
-            if text_start < turn_end:  # else the turn ends before the text
-                for token, (first_char, _) in enumerate(self._chunk_tokenizer.offsets(chunk.text), text_start):
-                    first_chars[token] = len(joined_text) + first_char
+                first_control = text_start - chunk.num_controls  # the tokens of a medium are repeated
+                for token_index in range(first_control, text_start):
+                    first_chars[token_index] = len(joined_text)
+                joined_text += chunk.control  # only once
+            if text_start < turn_end:  # the control token that ends a turn is before the text of its chunk
+                offsets = self._chunk_tokenizer.offsets(chunk.text)
+                for token_index, (first_char, _) in enumerate(offsets, start=text_start):
+                    first_chars[token_index] = len(joined_text) + first_char
                 joined_text += chunk.text
         return joined_text, first_chars
 

@@ -108,7 +108,8 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
         return
     kind = _type_of(part)
     if kind in _TEXT_TYPES:
-        content.text += _text_of_part(label, kind, _first_value(part, (kind, "text", "content", "value")))
+        value = _first_value(part, (kind, "text", "content", "value"))
+        content.text += _text_of_part(label, kind, value)
         content.trained.add(_train_flag(label, part))
     elif kind in _MEDIA_TYPES:
         content.text += inline.add(_MEDIA_TYPES[kind], _medium_of_part(label, kind, part))
@@ -122,7 +123,7 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
         content.tool_calls.append(_call_of_tool_use(label, part))
     elif kind == "tool_result":
         result = _result_turn(label, part, inline)
-        if content.text:  # its turn would come before this text
+        if content.text:  # the turn of the result comes before the message's own
             raise RowProblem("invalid_content", f"{label} has a tool_result after text; it must come before the text")
         content.results.append(result)
     else:
@@ -327,24 +328,25 @@ def _turns_of_message(
     label: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags
 ) -> list[Turn]:
     """Return the turns of the tool results in a message, then its own turn unless it has only results."""
-    value = _first_value(message, tags.content_keys)
     extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
     calls = _tool_calls(label, message)
-    if value is None and (calls or _has_reasoning(extra)):
+    value = _first_value(message, tags.content_keys)
+    may_lack_content = bool(calls) or _has_reasoning(extra)
+    if value is None and may_lack_content:
         value = ""
     content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
-    all_calls = [*calls, *content.tool_calls]
-    if all_calls:
-        extra["tool_calls"] = all_calls
-    if content.reasoning:
-        extra.setdefault("reasoning_content", content.reasoning)
-    has_own_content = content.text or all_calls or _has_reasoning(extra)
+    calls += content.tool_calls
+    if calls:
+        extra["tool_calls"] = calls
+    if content.reasoning and "reasoning_content" not in extra:
+        extra["reasoning_content"] = content.reasoning
+    has_own_content = content.text or calls or _has_reasoning(extra)
     if content.results and not has_own_content:
         return content.results
     loss, loss_scale = _loss(label, message)
-    train_flag = _train_flag_of_parts(label, content)
-    if train_flag is not None:  # overrides the message's own flag
-        loss = train_flag
+    loss_of_parts = _loss_of_parts(label, content)
+    if loss_of_parts is not None:
+        loss = loss_of_parts
     return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
 
 
@@ -352,8 +354,8 @@ def _has_reasoning(extra: Mapping[str, Any]) -> bool:
     return any(key in extra for key in _REASONING_KEYS)
 
 
-def _train_flag_of_parts(label: str, content: Content) -> bool | None:
-    """Return the flag ``train`` that all text parts of a message have; None if they have none."""
+def _loss_of_parts(label: str, content: Content) -> bool | None:
+    """Return the flag ``train`` of all text parts of a message; None if they have none."""
     if len(content.trained) > 1:
         detail = f"{label} trains only a part of its texts ('train'); packtool trains or masks entire messages"
         raise RowProblem("invalid_row", f"{detail}: use segments, or one message for each part")

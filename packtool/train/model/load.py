@@ -229,32 +229,33 @@ def build_model(
     """Load the model that a run trains, make it trainable, and compile its layers if requested.
 
     Returns:
-        the model, bare or inside an adapter; the precision of its weights in checkpoints; and, by name, the file of
-        each tensor of the base model that transformers does not load.
+        the model, bare or inside an adapter; the precision of its weights in checkpoints; and the files of
+        ``unloaded_tensors``, which are copied into checkpoints.
     """
     config = run.config
     set_seed(config.seed)  # so that all ranks initialize the same weights, of the model or of adapters
-    checkpoint = _initial_checkpoint(run)
+    checkpoint = _full_checkpoint(run)
     model = _load_for_training(checkpoint, run, spec, dtype, parallel)
     saved_precision = SavedPrecision.of(spec.config, model)
-    unloaded = {}
-    if config.train_type == "full" and checkpoint is not None:
-        unloaded = unloaded_tensors(model, run.source.files.directory)
+    files_of_unloaded = {}
+    saves_base_tensors = config.train_type == "full" and checkpoint is not None
+    if saves_base_tensors:
+        files_of_unloaded = unloaded_tensors(model, run.source.files.directory)
     trained = make_trainable(model, config)
     _load_resumed_weights(trained, run.resume_point.weights, progress)
     lines = [precision_line(trained, dtype, config, saved_precision.dtype)]
-    lines += unloaded_lines(unloaded, config.model)
+    lines += unloaded_lines(files_of_unloaded, config.model)
     lines += adapter_lines(trained, config)
     lines += quantization_lines(trained, spec.config.model_type, config)
     for line in lines:
         progress.note(line)
     if config.torch_compile:
         compile_layers(trained, config.torch_compile_backend)
-    return trained, saved_precision, unloaded
+    return trained, saved_precision, files_of_unloaded
 
 
-def _initial_checkpoint(run: Run) -> str | None:
-    """Return the directory or hub name of the weights to start from; None for random weights."""
+def _full_checkpoint(run: Run) -> str | None:
+    """Return the directory or hub name of the model to load, without adapter; None for random weights."""
     resumed = run.resume_point.weights  # checkpoint of which only the weights are loaded, or None
     if resumed is not None and run.config.train_type == "full":
         return resumed
@@ -264,7 +265,7 @@ def _initial_checkpoint(run: Run) -> str | None:
 
 
 def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str | None, progress: Progress) -> None:
-    """Load the adapter, or the master weights, of the checkpoint, if any, that a run takes only the weights from."""
+    """Load what ``_full_checkpoint`` lacks: the adapter, or the float32 master weights, of a resumed checkpoint."""
     if checkpoint is None:
         return
     if isinstance(model, PeftModel):

@@ -422,8 +422,8 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
 def _largest_bucket(config: TrainConfig, model: PreTrainedConfig, world: World, progress: Progress) -> int:
     """Return the largest multiple of 128 text tokens that fits into a rank's memory; raise if not even 128 fit."""
     dtype = resolve_dtype(model, config, on_gpu=has_gpu(config))
-    longest_sample = np.array([config.max_length or _ASSUMED_LENGTH])
-    axes = axes_of(config, world, ModelFiles.load(config.model), longest_sample, trained=True)
+    sample_lengths = np.array([config.max_length or _ASSUMED_LENGTH])  # as if all samples were the longest
+    axes = axes_of(config, world, ModelFiles.load(config.model), sample_lengths, trained=True)
     usable_bytes = _usable_bytes(config)
     fixed_bytes, few_tokens_bytes = _few_tokens_memory(config, model, dtype, world, axes)
     activation_budget = usable_bytes - fixed_bytes
@@ -431,7 +431,8 @@ def _largest_bucket(config: TrainConfig, model: PreTrainedConfig, world: World, 
     if bytes_of_tokens(_BUCKET_MULTIPLE) > activation_budget:
         raise _no_bucket_error(fixed_bytes, usable_bytes)
     token_bytes = bytes_per_token(config, model, dtype, axes)
-    num_more_tokens = (activation_budget - few_tokens_bytes) / token_bytes  # than ``_FEW_TOKENS``: memory is linear
+    # Each token beyond the few ones needs equally many bytes.
+    num_more_tokens = (activation_budget - few_tokens_bytes) / token_bytes
     estimated_tokens = int(_FEW_TOKENS + num_more_tokens)
     num_tokens = _reduce_to_budget(estimated_tokens, activation_budget, token_bytes, bytes_of_tokens)
     progress.note(
@@ -452,7 +453,7 @@ def _no_bucket_error(fixed_bytes: float, usable_bytes: float) -> ConfigError:
 def _few_tokens_memory(
     config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, world: World, axes: Axes
 ) -> tuple[float, float]:
-    """Estimate a rank's bytes with a bucket of few tokens: those besides the activations, and the activations."""
+    """Estimate a rank's bytes with a bucket of ``_FEW_TOKENS``: (without activations, activations)."""
     few_tokens = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
     empty_model = model_without_weights(config, model, dtype)
     estimate = estimate_memory(few_tokens, empty_model, model, dtype=dtype, world_size=world.size, axes=axes)
@@ -473,7 +474,7 @@ def _reduce_to_budget(num_tokens: int, budget: float, token_bytes: float, pass_b
     Each token adds about ``token_bytes``, and ``pass_bytes`` traces a pass. Returns 128 even if that does not fit.
     """
     multiple = _BUCKET_MULTIPLE
-    num_tokens = max(num_tokens, multiple) // multiple * multiple
+    num_tokens = max(num_tokens // multiple * multiple, multiple)
     while num_tokens > multiple:
         excess_bytes = pass_bytes(num_tokens) - budget
         if excess_bytes <= 0:

@@ -90,7 +90,7 @@ def _target_tokens(reader: CacheReader, choices: TargetChoices) -> npt.NDArray[n
 def _target_choice(
     directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, setting: str
 ) -> TargetChoice | None:
-    """Choose the target tokens of a cache; None for those of its export. ``setting`` names the loss scale in errors."""
+    """Return the target tokens of a cache for a loss scale, named ``setting`` in errors; None if the export's."""
     model_scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)  # with the rules that the model needs
     if parse_loss_scale(model_scale) == parse_loss_scale(_exported_scale(manifest)):
         return None
@@ -120,7 +120,7 @@ def _exported_scale(manifest: Manifest) -> str:
 
 
 def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
-    """The reason why only a new export can choose the targets of a loss scale; None if the cache is enough."""
+    """Why a cache cannot be trained with another loss scale, to follow its name; None if it can."""
     exported_scale = _exported_scale(manifest)
     requested, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
     if _trains_shared_tokens(manifest, requested.base):
@@ -133,8 +133,7 @@ def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bo
             f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
             "cannot be told without the rows"
         )
-    trains_more = _BASES_BY_TARGETS.index(requested.base) > _BASES_BY_TARGETS.index(exported.base)
-    if processor_writes_text and trains_more:
+    if processor_writes_text and _trains_more(requested.base, exported.base):
         return (
             f"was exported with --loss-scale {exported_scale}: among the tokens that {scale} trains in addition, "
             "placeholders of media cannot be told from text, because the model's own processor wrote them"
@@ -142,8 +141,12 @@ def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bo
     return None
 
 
+def _trains_more(requested: Base, exported: Base) -> bool:
+    return _BASES_BY_TARGETS.index(requested) > _BASES_BY_TARGETS.index(exported)
+
+
 def _may_weight_other_parts(requested: LossScale, exported: LossScale) -> bool:
-    """Return whether a loss scale may weight other parts of texts than that of the export did."""
+    """Return whether a loss scale may weight other parts of a text than the export did."""
     if not requested.rules and not exported.rules:
         return False
     if requested.rules != exported.rules or TRAIN_NEWLINE in exported.rules:

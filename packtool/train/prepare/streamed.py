@@ -214,23 +214,28 @@ def _check_first_rows(model: str, files: ModelFiles, specs: Sequence[SourceSpec]
     return next((warning for warning in row_warnings if warning is not None), None)
 
 
-def _stream_run_state(source: StreamedSource, fingerprint: str) -> RunState:
-    """The state of a run on a stream before its first step; ``fingerprint`` is that of its rows."""
-    config = source.config
+def _recorded_options(source: StreamedSource) -> list[str]:
+    """The names of options that must not change when the run resumes."""
     pack_options = [option.name for option in dataclasses.fields(PackOptions)]
-    recorded_options = ["packing_interval", "shuffle_buffer_size", *pack_options, "num_train_epochs", "loss_reduction"]
+    pack_options = [name for name in pack_options if name not in _UNRECORDED_OPTIONS]
+    names = ["packing_interval", "shuffle_buffer_size", *pack_options, "num_train_epochs", "loss_reduction"]
     if source.sharing is not None:
-        recorded_options += ["share_prefix", "max_rows_per_tree"]
-    recorded_options = [name for name in recorded_options if name not in _UNRECORDED_OPTIONS]
+        names += ["share_prefix", "max_rows_per_tree"]
+    return names
+
+
+def _stream_run_state(source: StreamedSource, fingerprint: str) -> RunState:
+    """The state of a run on a stream before its first step."""
+    config = source.config
     return RunState.of(
         config,
         plan="stream",
-        cache=fingerprint,
+        cache=fingerprint,  # of the rows, because there is no cache
         max_length=source.encode_spec.max_length,
         packing_length=source.options.packing_length,
         world_size=source.world.data.size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        streaming=", ".join(f"{name} {getattr(config, name)}" for name in recorded_options),
+        streaming=", ".join(f"{name} {getattr(config, name)}" for name in _recorded_options(source)),
         shares_prefixes=source.sharing is not None,
     )
 
