@@ -248,7 +248,7 @@ def slice_sample(sample: EncodedSample, start: int, stop: int, spec: InputSpec) 
 def key_index(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Int64Array, tuple[int, ...]]:
     """Return the keys that each node's queries attend to: the tokens of all nodes from the root to the node itself.
 
-    Return the positions of the keys, int64 (N,), node after node, and the number of keys of each node.
+    Return the keys' positions, int64 (N,), node after node, and the number of keys of each node.
     """
     keys_by_node: list[Int64Array] = []
     start = 0

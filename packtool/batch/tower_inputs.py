@@ -98,7 +98,7 @@ def _placeholder_positions(spec: InputSpec, input_ids: Tensor) -> dict[str, Tens
 
 
 def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
-    """Return arguments of the vision tower; ``grids`` are [t, h, w] of images, then of videos, int64 (media, 3)."""
+    """Return arguments of the vision tower; ``grids``, int64 (media, 3), has [t, h, w] in patches, images first."""
     tower: Any = spec.meta_model.visual
     merge_size: int = tower.spatial_merge_size
     cu_seqlens = get_vision_cu_seqlens(grids)

@@ -463,7 +463,9 @@ class _RecipeParser:
             return None, None
         unit = self.parse_weight_unit(value, key)
         loss_weight = self.parse_number(value, "loss_weight", prefix)
-        weight = None if unit is None else self.parse_number(value, unit, prefix)  # the unit is the weight's key
+        weight = None
+        if unit is not None:  # it is also the key of the weight
+            weight = self.parse_number(value, unit, prefix)
         source = SourceRecipe(
             path=path,
             weight=weight,
@@ -471,8 +473,8 @@ class _RecipeParser:
             min_length=self.parse_length(value, "min_length", prefix),
             max_length=self.parse_length(value, "max_length", prefix),
             media_limits=self.parse_media_limits(value, prefix),
-            channel=self.parse_text(value, "channel", prefix, "name"),
-            loss_scale=self.parse_text(value, "loss_scale", prefix, "loss scale"),
+            channel=self.parse_text(value, "channel", prefix, noun="name"),
+            loss_scale=self.parse_text(value, "loss_scale", prefix, noun="loss scale"),
         )
         return source, unit
 

@@ -248,11 +248,11 @@ class WordTokenizer:
             return None
         words = self._iterate_ids(text)
         head = array("i")
-        for word_ids in words:
-            head.frombytes(word_ids)
+        for word in words:
+            head.frombytes(word)
             if len(head) >= num_ids:
                 break
-        # Tokenize the remaining words in batches, and keep the last ids.
+        # The iterator now gives the words after the head.
         tail = deque[int](maxlen=num_ids)  # drops the ids before the last ones
         num_after_head = 0
         while batch := list(islice(words, _WORDS_PER_BATCH)):

@@ -75,13 +75,15 @@ def measure_video(ref: MediaRef) -> VideoSize:
         first_frame, later_frames, is_start_intact = decode_from_start(container, stream)
         if first_frame is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
-        num_frames = _declared_frames(container, stream) if is_start_intact else None
+        num_frames = None
+        if is_start_intact:
+            num_frames = _declared_frames(container, stream)
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
             num_frames = _count_by_seeking(ref)
-            if num_frames is None:
-                num_frames = 1 + _count(later_frames)  # decodes all of them
+        if num_frames is None:
+            num_frames = 1 + _count(later_frames)  # decodes all of them
         height, width = _upright_size(first_frame)
         fps = fps or _mean_fps(stream, num_frames)
         return VideoSize(height, width, num_frames, fps, has_sound=bool(container.streams.audio))

@@ -119,6 +119,10 @@ _FIT_TEXTS = (
     "{num_too_large:,} of them do not fit into {budget_gib:.1f} of {fit_gib:.1f} GiB (the rest is for libraries and "
     "the allocator).",
 )
+_SHARING_TEXTS = (
+    "Shared prefixes save {token_share_saved:.0%} of the tokens of the first row; tokens/s counts them.",
+    "Gathering their keys and values takes {gathering_share:.1%} of the time.",
+)
 _RECOMPUTATION_TEXT = (
     "In the first row, {recomputing_layers[min]} to {recomputing_layers[max]} of {layers} layers recompute (median "
     "{recomputing_layers[median]:g}), at most {recomputed_flops:.1%} more FLOPs."
@@ -131,10 +135,10 @@ def fit_lines(figures: Figures, hardware: str | None) -> list[str]:
     for number, proposal in enumerate(figures["proposals"], start=1):
         values = {**proposal, "number": number, "recompute": _recompute_text(proposal)}
         rows.append(fill_in(_PROPOSAL_CELLS, values))
-    fit_bytes = figures["fit"]
+    fit_gib = figures["fit"] / 2**30
     first = figures["proposals"][0]
     lines = [
-        *fill_in(_FIT_TEXTS, {**figures, "fit_gib": fit_bytes / 2**30}),
+        *fill_in(_FIT_TEXTS, {**figures, "fit_gib": fit_gib}),
         *aligned(rows, "r"),
         "",
         "Command of the first row:",
@@ -145,9 +149,7 @@ def fit_lines(figures: Figures, hardware: str | None) -> list[str]:
     if figures["recomputation"] is not None:
         lines += fill_in([_RECOMPUTATION_TEXT], figures["recomputation"])
     if first["token_share_saved"]:
-        saved, gathering = first["token_share_saved"], first["gathering_share"]
-        lines.append(f"Shared prefixes save {saved:.0%} of the tokens of the first row; tokens/s counts them.")
-        lines.append(f"Gathering their keys and values takes {gathering:.1%} of the time.")
+        lines += fill_in(_SHARING_TEXTS, first)
     return lines
 
 

@@ -40,18 +40,12 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeDecodeError as error:
             raise JsonProblem("invalid_text", f"not UTF-8: {error}") from error
     try:
-        # The fast scanner takes no blanks before the value, and ignores text after it; for these the decoder is used.
-        is_complete = False
-        if text[:1] in _OPENING:
-            value, end = _scan(text, 0)
-            is_complete = end == len(text) or not text[end:].strip(_BLANKS)
-        if not is_complete:
-            value = _decoder.decode(text)
+        value = _decode(text)
     except JsonProblem:  # from ``_unique_keys``
         raise
     except RecursionError as error:
         raise JsonProblem("invalid_json", _TOO_DEEP) from error
-    except StopIteration as error:  # raised by ``_scan`` with the position
+    except StopIteration as error:  # raised by the scanner with the position
         raise JsonProblem("invalid_json", f"a value is missing or invalid at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
@@ -61,6 +55,15 @@ def parse_json(text: str | bytes) -> Any:
     if _SURROGATE.search(text) and not is_utf8_text(value):
         raise JsonProblem("invalid_text", "the text has an unpaired surrogate (\\ud800 to \\udfff)")
     return value
+
+
+def _decode(text: str) -> Any:
+    """Decode with the fast scanner, or with the decoder if something precedes or follows the value."""
+    if text.startswith(_OPENING):
+        value, end = _scan(text, 0)
+        if end == len(text) or not text[end:].strip(_BLANKS):
+            return value
+    return _decoder.decode(text)
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -65,7 +65,7 @@ def execute(
     lock: DirectoryLock | None,
     uploads: HubUploads | None = None,
 ) -> TrainResult:
-    """Load the model, check it, train, and write ``result``, completed with the figures of training.
+    """Load the model, train it, and write ``result``, completed with the figures of training.
 
     Only the first rank has a ``lock`` of the output directory, and ``uploads`` to the hub.
     """

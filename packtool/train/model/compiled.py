@@ -37,7 +37,7 @@ _COMPILE_REMEDY = "Leave --torch-compile out; the losses are the same."
 def compile_layers(model: nn.Module, backend: str) -> int:
     """Compile the layers of a model's language model for training, in place; return their number.
 
-    Call this once, after the model is routed through packed attention and made trainable, and before it is wrapped.
+    Call this once, after ``route_attention`` and ``make_trainable``, and before FSDP or DDP wraps the model.
     """
     inner = base_model(model)
     layers = getattr(inner.get_decoder(), "layers", None)
@@ -52,7 +52,7 @@ def compile_layers(model: nn.Module, backend: str) -> int:
     compiled_classes = {layer_class: _compiled_class(layer_class, backend) for layer_class in layer_classes}
     for layer in layers:
         _leave_experts_uncompiled(layer)
-        layer.__class__ = compiled_classes[type(layer)]  # a subclass, so weights and hooks of the layer stay
+        layer.__class__ = compiled_classes[type(layer)]  # instead of a new module, to keep its weights and hooks
     return len(layers)
 
 

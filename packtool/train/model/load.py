@@ -265,7 +265,7 @@ def _full_checkpoint(run: Run) -> str | None:
 
 
 def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str | None, progress: Progress) -> None:
-    """Load what ``_full_checkpoint`` lacks: the adapter, or the float32 master weights, of a resumed checkpoint."""
+    """Load what the full checkpoint lacks: the adapter, or the float32 master weights, of a resumed checkpoint."""
     if checkpoint is None:
         return
     if isinstance(model, PeftModel):
@@ -344,10 +344,7 @@ def unloaded_lines(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
 
 
 def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
-    """Add tensors to the model saved in ``output`` in additional shards, and rewrite its index.
-
-    ``unloaded`` has the base model's file for each tensor's name; at most one of these files is in memory at a time.
-    """
+    """Add ``unloaded_tensors`` to the model saved in ``output`` in additional shards, and rewrite its index."""
     saved_files = tensor_files(output)
     names_by_source = defaultdict[str, list[str]](list)  # of the tensors to add, by their file
     for name, source in unloaded.items():

@@ -324,17 +324,16 @@ class CachedTracer:
     def lower_bound(
         self, config: TrainConfig, _: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
-        """Return a lower bound of the peak bytes, from the passes traced so far; 0 if none is comparable.
-
-        Comparable passes have no more tokens of any kind, and the same sequence parallelism or none, which needs less.
-        """
-        tokens = tokens.scaled(_MAX_TRACED_TOKENS) if tokens.computed > _MAX_TRACED_TOKENS else tokens
-        smaller = (
+        """Return a lower bound of the peak bytes, from smaller passes traced so far; 0 if there are none."""
+        if tokens.computed > _MAX_TRACED_TOKENS:
+            tokens = tokens.scaled(_MAX_TRACED_TOKENS)
+        smaller_passes = (
             traced.peak
             for (traced_tokens, traced_axes), traced in self._traces_of(config, dtype).items()
-            if traced_axes in (Axes(), axes) and traced_tokens.is_at_most(tokens)
+            if traced_axes in (Axes(), axes)  # without sequence parallelism, a rank needs less
+            and traced_tokens.is_at_most(tokens)
         )
-        return max(smaller, default=0)
+        return max(smaller_passes, default=0)
 
     def _traces_of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], PassBytes]:
         fsdp = ("full_shard",) if config.fsdp or config.deepspeed else ()

@@ -120,23 +120,27 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     eval_steps = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
         return dataclasses.replace(config, eval_steps=eval_steps), []
-    # With --save-strategy best, evaluations decide about checkpoints, so they follow --eval-steps.
+    # With --save-strategy best, checkpoints follow evaluations, and not the other way round.
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
     val_splits = [manifest.splits.get(VAL_SPLIT) for manifest in reader.manifests]
     num_val_samples = [0 if split is None else split.rows for split in val_splits]
     if min(num_val_samples) > 0 and strategy != "no":
         config = dataclasses.replace(config, eval_strategy=strategy, eval_steps=eval_steps)
         return config, [_evaluation_line(sum(num_val_samples), strategy, eval_steps)]
+    _check_needs_no_evaluation(config)
+    notes = []
+    if max(num_val_samples) > 0 and strategy != "no":
+        notes.append("nothing is evaluated, because only some of the caches have a val split")
+    return dataclasses.replace(config, eval_strategy="no"), notes
+
+
+def _check_needs_no_evaluation(config: TrainConfig) -> None:
     if config.seeks_best or config.early_stop_interval is not None:
         raise ConfigError(
             "the best checkpoint and early stopping need an evaluation, and nothing is evaluated",
             "Give caches with a val split (--val-dataset or --split-dataset-ratio at export), or leave out "
             "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
-    notes = []
-    if max(num_val_samples) > 0 and strategy != "no":
-        notes.append("nothing is evaluated, because only some of the caches have a val split")
-    return dataclasses.replace(config, eval_strategy="no"), notes
 
 
 def _evaluation_line(num_samples: int, strategy: EvalStrategy, eval_steps: float) -> str:

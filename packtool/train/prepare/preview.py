@@ -322,7 +322,8 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     assert checkpoint is not None, "the run resumes from one"
     timeline, num_steps_done = run.caches.timeline, run.start
     epoch_span = timeline.span_at(num_steps_done)
-    samples_left = epoch_span.plan.samples_of(num_steps_done - epoch_span.first_step, epoch_span.num_steps)
+    step_in_epoch = num_steps_done - epoch_span.first_step
+    samples_left = epoch_span.plan.samples_of(step_in_epoch, epoch_span.num_steps)
     return {
         "checkpoint": checkpoint,
         "step": num_steps_done,
