@@ -190,13 +190,8 @@ def _symbols_of_samples(
 ) -> tuple[list[Int64Array], list[npt.NDArray[np.bool_]]]:
     """Return ``_symbols`` of each sample, as two lists."""
     medium_numbers = MediaNumbers(spec.media_policy)
-    symbols: list[Int64Array] = []
-    can_end_at: list[npt.NDArray[np.bool_]] = []
-    for sample in samples:
-        sample_symbols, sample_can_end_at = _symbols(sample, spec, medium_numbers)
-        symbols.append(sample_symbols)
-        can_end_at.append(sample_can_end_at)
-    return symbols, can_end_at
+    pairs = [_symbols(sample, spec, medium_numbers) for sample in samples]
+    return [symbols for symbols, _ in pairs], [can_end_at for _, can_end_at in pairs]
 
 
 def _symbols(

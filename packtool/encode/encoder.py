@@ -519,13 +519,10 @@ def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source
 
 
 def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:
-    """Encode the samples of a group together, and yield each result in order; rows already dropped pass through.
-
-    After an unexpected error each sample is encoded by itself, so that only the row at fault is dropped.
-    """
+    """Encode the samples of a group together, and yield each result in order; rows already dropped pass through."""
     samples = [item for item in group if isinstance(item, Sample)]
     together = guard_row("", 0, encoder.encode, samples)
-    if isinstance(together, Dropped):
+    if isinstance(together, Dropped):  # an unexpected error: only the row at fault must be dropped
         alone = (guard_row(sample.source, sample.row, encoder.encode, [sample]) for sample in samples)
         encoded = (result if isinstance(result, Dropped) else result[0] for result in alone)
     else:

@@ -63,10 +63,7 @@ class VideoSize:
 
 
 def measure_video(ref: MediaRef) -> VideoSize:
-    """Measure the first video stream of a file, or a video that is a list of images.
-
-    The number of frames is the header's if that is reliable; else they are counted. Truncated files are refused.
-    """
+    """Measure the first video stream of a file, or a video that is a list of images."""
     if ref.frames:  # a list of images
         return _measure_listed_frames(ref)
     with open_container(ref, check_length=True) as container:

@@ -131,8 +131,7 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
     """Open a file for streaming; return its source with the detected form of its rows, and an iterator of its blocks.
 
-    The file is read up to the first block with usable rows, and further while the blocks are iterated, which may raise
-    the errors of ``scan_sources``. It is closed after the last block.
+    The iterator may raise the errors of ``scan_sources``, and closes the file after the last block.
     """
     if spec.is_sampled:
         message = f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown"
@@ -231,10 +230,7 @@ class _Scanner:
         return self._digest if self._file is None else self._file.digest
 
     def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
-        """Return the source with the form of its rows (a key of ``FORMS``), if any is usable.
-
-        Takes ``blocks`` of the file up to the first one with usable rows.
-        """
+        """Return the source with the form of its rows, if any is usable; takes ``blocks`` only up to these rows."""
         source = self._source
         if source.kind == "txt":
             example_row = {"text": ""}  # every line becomes such a row

@@ -82,10 +82,7 @@ def quiet_transformers() -> Iterator[None]:
 def resolve_dtype(
     config: PreTrainedConfig, run: TrainConfig | EvalConfig | VerifyConfig, *, on_gpu: bool
 ) -> torch.dtype:
-    """Return the precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU.
-
-    ``--bf16 true`` and ``--fp16 true`` override ``--torch-dtype``. float16 on a CPU is a ConfigError.
-    """
+    """Return the precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU."""
     name: str = run.computation_dtype if isinstance(run, TrainConfig) else run.torch_dtype
     if name == "auto":
         dtype = checkpoint_dtype(config) if on_gpu else torch.float32

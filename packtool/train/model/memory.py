@@ -263,10 +263,7 @@ def traced_bytes(
     axes: Axes | None = None,
     trace: PassTracer | None = None,
 ) -> int | None:
-    """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable.
-
-    Long passes are extrapolated, because their real tensors, such as positions, might fill this machine's memory.
-    """
+    """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable."""
 
     def trace_bytes(batch: RankTokens) -> int:
         arguments = config, model_config, dtype, batch, axes or Axes()
@@ -277,6 +274,7 @@ def traced_bytes(
         max_traced = _MAX_TRACED_WITH_PROCESSOR if has_processor else _MAX_TRACED_TOKENS
         if tokens.computed <= max_traced:
             return trace_bytes(tokens)
+        # Extrapolate a longer pass, whose real tensors, such as positions, might fill this machine's memory.
         num_short, num_long = max_traced // 2, max_traced
         short_bytes, long_bytes = trace_bytes(tokens.scaled(num_short)), trace_bytes(tokens.scaled(num_long))
         token_bytes = (long_bytes - short_bytes) / (num_long - num_short)
@@ -468,9 +466,9 @@ def _usable_bytes(config: TrainConfig) -> float:
 
 
 def _reduce_to_budget(num_tokens: int, budget: float, token_bytes: float, pass_bytes: Callable[[int], int]) -> int:
-    """Round a number of tokens down to a multiple of 128, and reduce it until a pass fits into ``budget`` bytes.
+    """Round a number of tokens down to a multiple of 128, and reduce it while a pass exceeds ``budget`` bytes.
 
-    Each token adds about ``token_bytes``, and ``pass_bytes`` traces a pass. Returns 128 even if that does not fit.
+    Returns at least 128, even if these do not fit.
     """
     multiple = _BUCKET_MULTIPLE
     num_tokens = max(num_tokens // multiple * multiple, multiple)

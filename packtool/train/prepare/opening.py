@@ -47,10 +47,7 @@ _BASES_BY_TARGETS: tuple[Base, ...] = ("last_round", "default", "all")
 def choices_of_targets(
     reader: CacheReader, files: ModelFiles, loss_scale: str | None, recipe: Recipe | None
 ) -> TargetChoices:
-    """The choice of target tokens of each cache whose loss scale differs from that of its export, else None.
-
-    ``loss_scale`` is that of the run, for the caches to which the recipe of a mixture gives none of their own.
-    """
+    """The targets of each cache by the recipe's loss scale, or else ``loss_scale``; None for those of its export."""
     choices = []
     for number, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
         scale, setting = loss_scale, "--loss-scale"
