@@ -117,7 +117,7 @@ def _exported_scale(manifest: Manifest) -> str:
 
 
 def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
-    """Why a cache cannot be trained with another loss scale, to follow its name; None if it can."""
+    """The reason why a cache cannot be trained with another loss scale; None if it can."""
     exported_scale = _exported_scale(manifest)
     requested, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
     if _trains_shared_tokens(manifest, requested.base):
