@@ -11,8 +11,8 @@
 3. Tiny files: the whole command on rows with a file each. The baseline is the same rows in one file. CPU seconds of
    all processes depend less on other work on the machine than wall time; 2 and 3 measure both.
 
-4. ms-swift: the whole commands ``packtool export`` and ``swift export --to_cached_dataset`` on rows with pictures. Both
-   write a cache. ``--swift-python`` names the interpreter in which ms-swift is installed.
+4. ms-swift: the commands ``packtool export`` and ``swift export --to_cached_dataset``, start-up included, on rows with
+   pictures. Both write a cache. ``--swift-python`` names the interpreter in which ms-swift is installed.
 
     python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2] [--files 20000]
                                    [--swift-python PYTHON] [--only pictures|text|files|ms-swift]

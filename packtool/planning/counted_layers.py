@@ -45,6 +45,7 @@ def count_modules(text: Mapping[str, Any]) -> LanguageModules | None:
 
 
 def _count(text: Mapping[str, Any]) -> LanguageModules:
+    """Build the model on the meta device, run it at three lengths, and return its modules."""
     config: Any = AutoConfig.for_model(**{**text, "is_decoder": True})
     config._attn_implementation = config._experts_implementation = "eager"
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -58,11 +59,11 @@ def _count(text: Mapping[str, Any]) -> LanguageModules:
         with torch.no_grad(), _ProductCounter(model) as counter:
             model(input_ids=torch.zeros(1, num_units * unit, dtype=torch.int64, device="meta"), use_cache=False)
         counts.append(counter.flops)
-    work = {key: _fit([flops[key] for flops in counts], unit) for key in counter.flops}
-    return _language_modules(model, counter.names, work)
+    flops_by_key = {key: _fit_polynomial([flops[key] for flops in counts], unit) for key in counter.flops}
+    return _language_modules(model, counter.names, flops_by_key)
 
 
-def _fit(flops: Sequence[int], unit: int) -> tuple[float, float]:
+def _fit_polynomial(flops: Sequence[int], unit: int) -> tuple[float, float]:
     """Return the FLOPs of a token and of a squared token, from those of samples of 1, 2 and 3 units of tokens.
 
     A constant is left out, such as that of padding before a convolution.
@@ -106,8 +107,8 @@ class _ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._calls[kind] = name, output, layer_flops
             return output
         for key, flops in layer_flops.items():
-            copy = re.sub(rf"^{re.escape(first)}\b", name, key) if isinstance(key, str) else _layer_of(f"{name}.")
-            self.flops[copy] += flops
+            own_key = re.sub(rf"^{re.escape(first)}\b", name, key) if isinstance(key, str) else _layer_of(f"{name}.")
+            self.flops[own_key] += flops
         return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,31 +139,31 @@ def _settings(module: nn.Module) -> list[Any]:
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return a number that tensors share if one is a view of the other, such as a weight and its transpose."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _language_modules(
-    model: Any, names: Mapping[int, str], work: Mapping[str | int | None, tuple[float, float]]
+    model: Any, names: Mapping[int, str], flops_by_key: Mapping[str | int | None, tuple[float, float]]
 ) -> LanguageModules:
     """Return the modules of a model, from names by storage, and FLOPs of a token and a squared token by key."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embedding_weight, head_weight = (names[_storage(module.weight)] for module in (embedding, head))
     modules = [_module(model, embedding_weight, 0.0)]
-    for key, (per_token, per_square) in work.items():
+    for key, (per_token, per_square) in flops_by_key.items():
         if not isinstance(key, str):
-            flops: dict[str, Any] = {
-                "flops_per_unit": per_token,
-                "flops_per_square": per_square / 2,
-            }  # attention is causal
-            modules.append(ModuleCost(name="attention", part="language model", kind="attention", layer=key, **flops))
+            attention = ModuleCost(name="attention", part="language model", kind="attention", layer=key)
+            causal_flops = per_square / 2  # of the squares of lengths, half
+            modules.append(dataclasses.replace(attention, flops_per_unit=per_token, flops_per_square=causal_flops))
         elif key not in (embedding_weight, head_weight):
             modules.append(_module(model, key, per_token))
     head_name = next(name for name, module in model.named_modules() if module is head)
-    head_module = dataclasses.replace(_module(model, head_weight, work[head_weight][0]), name=head_name)
+    head_module = dataclasses.replace(_module(model, head_weight, flops_by_key[head_weight][0]), name=head_name)
     return LanguageModules(tuple(modules), head_module, is_tied=embedding_weight == head_weight)
 
 
 def _module(model: Any, weight: str, flops_per_token: float) -> ModuleCost:
+    """Return the cost of a weight, by its name, from the FLOPs of its products for a token."""
     owner = model.get_submodule(weight.rpartition(".")[0])
     is_convolution = isinstance(owner, nn.Conv1d)
     shape = model.get_parameter(weight).shape or (1,)
@@ -189,5 +190,6 @@ def _module(model: Any, weight: str, flops_per_token: float) -> ModuleCost:
 
 
 def _layer_of(weight: str) -> int | None:
+    """Return the number of the layer in a weight's name."""
     number = re.search(r"\.(\d+)\.", weight)
     return int(number[1]) if number else None

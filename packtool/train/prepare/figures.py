@@ -318,14 +318,14 @@ def peak_memory_batches(
     if reader is None:  # a file of lengths has no media
         return longest_micro_batches(config, inputs.model, NO_MEDIA)
     tokens_by_kind = tokens_per_micro_batch(plan, inputs)
-    most_tokens = RankTokens(**{kind: int(tokens.max(initial=0)) for kind, tokens in tokens_by_kind.items()})
+    max_tokens = RankTokens(**{kind: int(tokens.max(initial=0)) for kind, tokens in tokens_by_kind.items()})
     num_sharing = config.sequence_parallel_ranks  # ranks that share a sequence
     if num_sharing > 1:
         if shares is None:
             media = media_added(media_of_caches(reader.index, inputs.model), inputs, plan)
             shares = assign_media(media, inputs.model, plan, num_sharing)
-        most_tokens = _with_encoded_media(most_tokens, shares)
-    return longest_micro_batches(config, inputs.model, most_tokens)
+        max_tokens = _with_encoded_media(max_tokens, shares)
+    return longest_micro_batches(config, inputs.model, max_tokens)
 
 
 def _with_encoded_media(tokens: RankTokens, shares: MediaShares) -> RankTokens:

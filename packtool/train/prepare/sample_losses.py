@@ -106,8 +106,8 @@ def _losses_by_step(
         if len(in_step) and steps[in_step[0]] not in skipped_steps:
             trained, index = np.unique(samples[in_step], return_inverse=True)
             with np.errstate(invalid="ignore", over="ignore"):
-                means = np.bincount(index, sums[in_step]) / np.bincount(index, targets[in_step])
-                yield int(steps[in_step[0]]), trained, means.astype(_DTYPE)
+                means = (np.bincount(index, sums[in_step]) / np.bincount(index, targets[in_step])).astype(_DTYPE)
+            yield int(steps[in_step[0]]), trained, means
 
 
 def stream_key(sample: EncodedSample) -> str:
@@ -124,7 +124,7 @@ class StreamRecord:
         self._start, self._checkpoint = start, checkpoint
         self._history = ""
         self._rows: list[tuple[Any, ...]] = []  # not yet written
-        self.losses = self
+        self.losses = self  # as of ``RunRecord``: what losses are added to
 
     def begin(self, output_dir: str) -> None:
         """Copy the losses if the checkpoint is in another output directory; remove those of steps trained again."""
