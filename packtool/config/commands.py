@@ -22,7 +22,7 @@ class InspectConfig(data.AccessOptions):
     """Settings of ``packtool inspect``."""
 
     directory: str = option(REQUIRED, "Inspect this cache, or this --output-dir of a run.", path=True)
-    row: int | None = option(None, "Show sample N of the split; with --run, also when it was trained.", minimum=0)
+    row: int | None = option(None, "Show sample N as text; with --run, also the steps that trained it.", minimum=0)
     run: str | None = option(None, "Show when this run (its --output-dir) trained --row.", path=True)
     trained: bool = option(False, "Show how often a run trained the samples of each cache.")
     losses: bool = option(False, "Show samples of a run with unusual losses; --html and --serve show their media.")
@@ -70,7 +70,9 @@ class CheckConfig(data.RowOptions, data.EncodeSpec, PackageOptions):
     dataset: tuple[str, ...] = option(REQUIRED, data.DATASET_HELP, path=True)
     max_dropped: str = option("0", "Fail if more than this number of rows is dropped, or percentage, such as 1%.")
     check_against: tuple[str, ...] = row_option((), data.CHECK_AGAINST_HELP, path=True)
-    max_overlap: str | None = row_option(None, "Fail if more rows than this number, or percentage, overlap.")
+    max_overlap: str | None = row_option(
+        None, "Fail if more rows than this number or percentage occur in evaluation data."
+    )
     markdown: str | None = option(None, "Write the summary to this Markdown file.", path=True)
     gitlab: str | None = option(None, "Write a code quality report for GitLab to this JSON file.", path=True)
     github: bool = option(False, "Print annotations for GitHub on stderr.", env="GITHUB_ACTIONS")

@@ -38,7 +38,7 @@ class MixOptions(Settings):
     """Amounts of each cache in an epoch."""
 
     cached_dataset: tuple[str, ...] = option(
-        (), "Use these caches of packtool export; CACHE#5000, #20% or #2.5x draws that many samples.", path=True
+        (), "Use samples of these caches; CACHE#5000, CACHE#20% or CACHE#2.5x sets how many.", path=True
     )
     mix: str | None = mixture_option(None, "Mix caches by this YAML recipe of weights, filters and stages.", path=True)
     mix_stop: MixStop | None = mixture_option(

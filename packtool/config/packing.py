@@ -42,7 +42,7 @@ class PackOptions(Settings):
         1000, "Pack each N samples separately with --packing-algorithm binpacking.", env="PACKING_BATCH_SIZE", minimum=1
     )
     look_ahead: int = packing_option(
-        64, "Let --packing-algorithm sequential look N samples ahead; 0 keeps the exact order.", minimum=0
+        64, "Choose from the next N samples with --packing-algorithm sequential; 0 keeps their order.", minimum=0
     )
     max_samples_per_pack: int | None = packing_option(None, "Limit each packed sequence to N samples.")
     max_media_tokens_per_pack: Tokens | None = packing_option(
@@ -173,7 +173,7 @@ class PackingOptions(SharingOptions, StepOptions):
         "packs", "With sequence parallelism, split all samples over GPUs (packs), or only long ones (skrull)."
     )
     bucket_size: str | None = packing_option(
-        None, "Limit tokens per GPU with --schedule skrull; auto derives the limit from GPU memory."
+        None, "Limit tokens per GPU with --schedule skrull; auto uses the GPU's memory."
     )
     max_rows_per_tree: int | None = packing_option(
         None, "Let at most N samples share a prefix; larger groups use several steps.", minimum=2

@@ -24,7 +24,7 @@ class StrategyOptions(Settings):
     """Batch sizes of the strategies, and the seed."""
 
     sequences_per_rank: int = step_option(64, "Train N sequences per step for each group of GPUs.", minimum=1)
-    padded_batch_size: int = step_option(4, "Use N sequences per micro-batch in the strategy padded.")
+    padded_batch_size: int = step_option(4, "Simulate padded training with N sequences per micro-batch.")
     shared_batch_size: int = step_option(
         1, "Use N sequences per micro-batch in the strategies context-parallel and sorted.", minimum=1
     )

@@ -254,7 +254,9 @@ class TrainConfig(
     )
 
     logging_steps: int = checkpoint_option(5, "Log every N optimizer steps.")
-    enable_channel_loss: bool = checkpoint_option(False, "Log the loss and accuracy of each channel (a name in rows).")
+    enable_channel_loss: bool = checkpoint_option(
+        False, "Log loss and accuracy separately for each `channel` of the rows."
+    )
     sample_losses: bool = checkpoint_option(True, "Keep the mean loss of every sample in every epoch.")
     eval_strategy: EvalStrategy | None = evaluation_option(
         None, "Evaluate the validation split every --eval-steps, every epoch, or never."
