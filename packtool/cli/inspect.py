@@ -70,12 +70,12 @@ def _verify_files(directory: str, invocation: Invocation) -> None:
 
 
 def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
-    """Serve pages of all samples of a cache, or of the caches of a run with their losses, until Ctrl-C."""
+    """Serve pages of all samples of a cache, or of samples of a run with their losses, until Ctrl-C."""
     from packtool.report.samples import Pages, serving
 
     pages = Pages(config, shows_all=True)
     with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
-        invocation.show({"address": address}, [address, "serving pages on this machine until Ctrl-C"])
+        invocation.show({"address": address}, [*pages.notes, address, "serving pages on this machine until Ctrl-C"])
         threading.Event().wait()
 
 
@@ -166,7 +166,7 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
     limit = "" if num_samples == pages.num_cached else " (--max-samples)"
     if limit and config.plan is not None:
         limit = f", those of the steps that are shown of --plan {config.plan}"
-    lines = [f"written: {index_page}, {num_samples:,} of {pages.num_cached:,} samples{limit}"]
+    lines = [*pages.notes, f"written: {index_page}, {num_samples:,} of {pages.num_cached:,} samples{limit}"]
     if num_missing:
         lines.insert(0, f"{num_missing:,} media files are missing: not readable on this machine, or too large to play")
     figures = {"written": index_page, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}

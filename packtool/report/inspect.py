@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from packtool.config.settings import load_json
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
 from packtool.encode.boxes import box_form_of
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.families import pad_ids_of
+from packtool.encode.families import MediaLimits, pad_ids_of
 from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
@@ -165,7 +165,8 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     if not 0 <= row < len(reader):
         raise ConfigError(f"--row {row}: the {split} split has samples 0 to {len(reader) - 1}")
     sample = reader.sample(row)
-    decoder = Decoder(model_of_cache(reader, model), reader.manifests[0].identity)
+    identity = reader.manifests[0].identity
+    decoder = Decoder(model_of_cache(reader, model), identity.spec, identity.media_limits)
     parts = decoder.parts(sample)
     facts = _sample_facts(sample)
     for number, region in enumerate(decoder.regions(sample, parts), start=1):
@@ -188,14 +189,14 @@ def _sample_facts(sample: EncodedSample) -> list[Line]:
 
 
 class Decoder:
-    """Decodes the samples of a cache, with the files of the model that it was exported for."""
+    """Decodes samples with the files of their model; ``spec``: ``EncodeSpec.recorded`` of their export."""
 
-    def __init__(self, files: ModelFiles, identity: Identity) -> None:
-        self._truncation_strategy = str(identity.spec.get("truncation_strategy"))
-        self._trims_media = identity.spec.get("media_overflow") == "trim"
+    def __init__(self, files: ModelFiles, spec: Mapping[str, Any], media_limits: MediaLimits) -> None:
+        self._truncation_strategy = str(spec.get("truncation_strategy"))
+        self._trims_media = spec.get("media_overflow") == "trim"
         self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
-        self._image_limits = identity.media_limits.image
-        self._box_form = box_form_of(files.config, identity.spec.get("bbox_format"), identity.spec.get("norm_bbox"))
+        self._image_limits = media_limits.image
+        self._box_form = box_form_of(files.config, spec.get("bbox_format"), spec.get("norm_bbox"))
         # Kind of media ("image", "video", "audio") by the ID of its placeholder token.
         self._media_kinds: dict[int, str] = {token_id: kind for kind, token_id in pad_ids_of(files.config).items()}
         for kind in ("image", "video", "audio"):

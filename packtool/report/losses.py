@@ -9,6 +9,7 @@ A sample's first and last loss are those of the first and last epoch that traine
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -17,19 +18,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool import storage
 from packtool.cache.evaluation_file import plain_json
 from packtool.cache.origins import read_origins
 from packtool.cache.reader import CacheReader
+from packtool.cache.shard import num_targets
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder, encode_samples
 from packtool.errors import MismatchError
+from packtool.launch.world import World
 from packtool.planning.pack_plan import Int64Array
 from packtool.report.drawing import plural
+from packtool.report.inspect import Decoder
 from packtool.report.tables import Figures, aligned
-from packtool.rows.sample import RowPart
+from packtool.rows.read import follow, samples_of
+from packtool.rows.sample import Dropped, RowPart
+from packtool.rows.source import BLOCK_ROWS, SourceSpec
 from packtool.terminal import escape_line
-from packtool.train.prepare.checkpoint import run_directory
-from packtool.train.prepare.history import has_history, read_history
+from packtool.train.prepare.checkpoint import finished_checkpoints, read_options, run_directory
+from packtool.train.prepare.history import has_history, read_history, train_config_of
 from packtool.train.prepare.output_dir import HISTORY
 from packtool.train.prepare.sample_losses import losses_by_epoch, stream_losses
+from packtool.train.prepare.streamed import open_stream
 
 GROUPS = {"highest": "highest loss", "not_improved": "did not improve", "near_zero": "near zero from the start"}
 """Titles of the groups, by their names in JSON."""
@@ -40,7 +50,7 @@ class RunLosses:
     """Losses of the N samples of a run; ``directory`` is its output directory or a checkpoint.
 
     Attributes:
-        reader: of the caches; None for a stream.
+        reader: of the caches; None for a stream, whose table ``stream`` names the row of each sample.
         losses: by 1-based epoch, (N,) each; NaN for samples that the epoch did not train.
         first, last: loss of each sample when first and last trained, (N,); NaN for samples that were never trained.
         groups: positions of the samples of each group, the most unusual first.
@@ -53,7 +63,7 @@ class RunLosses:
         stream = stream_losses(history)
         self.losses: dict[int, npt.NDArray[np.float32]] = {}
         if stream is not None:
-            self.losses, self._samples = _of_stream(stream)
+            self.losses, self.stream = _of_stream(stream)
         elif has_history(self.run):
             self.reader = CacheReader.open([*dict.fromkeys(name for name, *_ in read_history(self.run)[-1].caches)])
             sizes = [*zip(self.reader.manifests, np.diff(self.reader.offsets), strict=True)]
@@ -84,7 +94,7 @@ class RunLosses:
         """The columns of ``--export-losses``, by name: lists of N values."""
         losses = {f"loss_{epoch}": losses.tolist() for epoch, losses in self.losses.items()}
         if self.reader is None:
-            return {**self._samples.to_pydict(), **losses}
+            return {**self.stream.to_pydict(), **losses}
         index = self.reader.index
         columns: dict[str, list[Any]] = {name: [] for name in ("cache", "sample", "source", "row", "part")}
         for cache, directory in enumerate(self.reader.directories):
@@ -117,11 +127,9 @@ class RunLosses:
         count = partial(np.bincount, minlength=len(names))
         columns: dict[str, npt.NDArray[Any]] = {"num_samples": count(kind_of_sample[np.isfinite(self.last)])}
         for epoch, losses in self.losses.items():
-            trained = np.isfinite(losses)
+            trained, kind_of_trained = np.isfinite(losses), kind_of_sample[np.isfinite(losses)]
             with np.errstate(invalid="ignore"):
-                columns[f"loss_{epoch}"] = count(kind_of_sample[trained], losses[trained]) / count(
-                    kind_of_sample[trained]
-                )
+                columns[f"loss_{epoch}"] = count(kind_of_trained, losses[trained]) / count(kind_of_trained)
         columns |= {group: count(kind_of_sample[positions]) for group, positions in self.groups.items()}
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [{"name": name, **dict(zip(columns, row, strict=True))} for name, row in zip(names, rows, strict=True)]
@@ -139,6 +147,43 @@ def _of_stream(table: Any) -> tuple[dict[int, npt.NDArray[np.float32]], Any]:
         values[sample[in_epoch]] = table["loss"].to_numpy()[in_epoch]  # the last step counts
     names = ["sample", "source", "row", "part", "channel", "tokens", "target_tokens"]
     return losses, table.select(names).filter(is_first)
+
+
+def encode_rows(losses: RunLosses, numbers: Int64Array, model: str | None) -> tuple[Decoder, dict[int, EncodedSample]]:
+    """Encode samples of a stream again from their rows, because a stream keeps no tokens.
+
+    Returns their decoder and, by their ``numbers`` (S,) in ``losses``, the samples with as many tokens as when trained.
+    ``model`` is the present directory of the model if it has moved.
+    """
+    options = next((read_options(checkpoint) for checkpoint in finished_checkpoints(losses.run)[-1:]), None)
+    if options is None:
+        problem = f"{losses.run} has no checkpoint with the options of the run, so rows cannot be encoded again"
+        raise MismatchError(problem, "--losses alone, or --export-losses FILE, names file and row of each sample.")
+    config = train_config_of(options, "of another version")
+    rows = losses.stream.select(["source", "row", "sample", "tokens", "target_tokens"]).take(numbers).to_pylist()
+    numbers_by_key = dict(zip((tuple(row.values()) for row in rows), numbers.tolist(), strict=True))
+    removed = {name for name, *_ in numbers_by_key if not storage.is_remote(name) and not storage.exists(name)}
+    dataset = tuple(name for name in config.dataset if storage.normalize(name) not in removed)
+    source, *_ = open_stream(dataclasses.replace(config, dataset=dataset, model=model or config.model), World())
+    encoder, samples = Encoder(source.encode_spec, source.files), dict[int, EncodedSample]()
+    for spec in source.row_files:
+        label = storage.masked(spec.path)
+        row_numbers = {row for name, row, *_ in numbers_by_key if name == label}
+        for number_in_row, sample in _encode_file(spec, row_numbers, encoder) if row_numbers else ():
+            key = label, sample.row, number_in_row, sample.length, num_targets(sample)
+            if key in numbers_by_key:
+                samples[numbers_by_key[key]] = sample
+    return Decoder(source.files, source.encode_spec.recorded(), source.media_limits), dict(sorted(samples.items()))
+
+
+def _encode_file(spec: SourceSpec, rows: set[int], encoder: Encoder) -> Iterator[tuple[int, EncodedSample]]:
+    """Yield the samples of these rows of a file, with their numbers in the row."""
+    source, blocks = follow(spec)
+    for block in blocks:
+        if not rows.isdisjoint(range(block.first_row, block.first_row + BLOCK_ROWS)):
+            samples = samples_of(source, [block], may_hold_secrets=False)
+            for result in encode_samples([sample for sample in samples if sample.row in rows], encoder):
+                yield from () if isinstance(result, Dropped) else enumerate(result)
 
 
 def _descending(values: npt.NDArray[np.float32]) -> Int64Array:

@@ -31,6 +31,7 @@ from PIL import Image
 from packtool import storage
 from packtool.cache.plan_file import SavedPlan, read_plan_of
 from packtool.cache.reader import CacheReader
+from packtool.cache.shard import index_columns
 from packtool.config.commands import InspectConfig
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
@@ -43,7 +44,7 @@ from packtool.planning.prefix_trees import find_branches
 from packtool.progress import Progress
 from packtool.report.drawing import render
 from packtool.report.inspect import Decoder, Medium, dropped_rows, model_of_cache
-from packtool.report.losses import GROUPS, RunLosses
+from packtool.report.losses import GROUPS, RunLosses, encode_rows
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 from packtool.rows.sample import MediaRef
 from packtool.terminal import escape_text
@@ -173,35 +174,50 @@ def evenly_spaced(count: int, max_numbers: float) -> Int64Array:
 
 
 class Pages:
-    """The pages of one split of a cache, or of the caches of a run with their losses.
+    """The pages of one split of a cache, or of a run with its losses.
 
-    With ``shows_all`` of all samples, otherwise of about ``config.max_samples``: evenly spaced ones, or those of evenly
-    spaced packs, or those with unusual losses. ``numbers`` (N,) are their positions in the split.
+    With ``shows_all`` of all samples of caches, otherwise of about ``config.max_samples``: evenly spaced ones, or those
+    of evenly spaced packs, or those with unusual losses. ``numbers`` (N,) are their positions in the split or the run,
+    and ``notes`` are messages on samples of a stream that are left out.
     """
 
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:
-        self._config = config
+        self._config, self._policy = config, policy_for_cache(config)
         self._losses = RunLosses(config.directory) if config.shows_losses else None
+        self.notes: list[str] = []
         reader = self._losses.reader if self._losses else CacheReader.open([config.directory], config.split)
+        self._sample_at: Callable[[int], EncodedSample]
         if reader is None:
-            problem = f"{config.directory} is a run on streamed rows, and pages show samples of a cache"
-            raise ConfigError(problem, "--losses alone, or --export-losses FILE, names file and row of each sample.")
-        self._reader = reader
-        manifest = self._reader.manifests[0]
-        self._decoder = Decoder(model_of_cache(self._reader, config.model), manifest.identity)
-        self._policy = policy_for_cache(config)
+            self._open_stream()
+            return
+        self.num_cached, self._sample_at = len(reader), reader.sample
+        identity = reader.manifests[0].identity
+        self._decoder = Decoder(model_of_cache(reader, config.model), identity.spec, identity.media_limits)
         max_samples = self.num_cached if shows_all else config.max_samples
-        plan = None if config.plan is None else read_plan_of(self._reader, config.plan)
+        plan = None if config.plan is None else read_plan_of(reader, config.plan)
         self._packs = None if plan is None else ShownPacks(plan, max_samples)
         self.numbers = self._choose_samples(max_samples, shows_all=shows_all)
-        rows = dropped_rows(storage.join(self._reader.directories[0], DROPPED_NAME))
+        self._columns = {name: each[self.numbers] for name, each in vars(reader.index).items() if name != "channels"}
+        self._channels, self._num_dropped = reader.index.channels, dict(reader.manifests[0].dropped)
+        rows = dropped_rows(storage.join(reader.directories[0], DROPPED_NAME))
         columns = ("source", "row", "reason", "detail")
         self._dropped = [{name: row[name] for name in columns} for row in itertools.islice(rows, _MAX_DROPPED)]
 
-    @property
-    def num_cached(self) -> int:
-        """Number of samples of the split."""
-        return len(self._reader)
+    def _open_stream(self) -> None:
+        """Choose samples of a run on streamed rows, and encode them again."""
+        assert self._losses is not None, "only a run has a stream"
+        if self._config.plan is not None:
+            raise ConfigError(f"--plan {self._config.plan}: a run on streamed rows has no plan", "Leave --plan out.")
+        self._packs, self._dropped, self._num_dropped = None, [], {}
+        self.num_cached = len(self._losses.last)
+        chosen = self._choose_samples(self._config.max_samples, shows_all=False)
+        self._decoder, samples = encode_rows(self._losses, chosen, self._config.model)
+        if num_missing := len(chosen) - len(samples):
+            self.notes.append(f"{num_missing:,} samples are left out: their rows have changed or are no longer there")
+        self._sample_at, self.numbers = samples.__getitem__, np.array([*samples], np.int64)
+        channel_codes: dict[str, int] = {}
+        self._columns = index_columns([*samples.values()], 0, 0, channel_codes)
+        self._channels = tuple(channel_codes)
 
     def _choose_samples(self, max_samples: int, *, shows_all: bool) -> Int64Array:
         if self._packs is not None and not shows_all:
@@ -222,7 +238,7 @@ class Pages:
 
     def media_names(self, number: int) -> list[str]:
         """Return names of a sample's media files: thumbnails of images and videos, and playable videos and audio."""
-        media = self._reader.sample(number).media
+        media = self._sample_at(number).media
         return [name for i, medium in enumerate(media) for name in _media_files(number, i, medium).values()]
 
     def content(self, name: str) -> bytes | None:
@@ -253,7 +269,7 @@ class Pages:
 
     def _media_file(self, name: str, number: int, index: int) -> bytes | None:
         """Return the file ``name`` of a medium: a thumbnail, or the medium itself to play it."""
-        media = self._reader.sample(number).media if number < self.num_cached else ()
+        media = self._sample_at(number).media if number in self.numbers else ()
         if index >= len(media):
             return None
         names = _media_files(number, index, media[index])
@@ -266,18 +282,17 @@ class Pages:
 
     def _overview(self) -> dict[str, Any]:
         """Return figures of the cache, and the values by which the page filters samples; arrays as base64."""
-        index, shown = self._reader.index, self.numbers
-        counts = (index.num_images, index.num_videos, index.num_audios)
-        has_images, has_videos, has_audios = (count[shown] > 0 for count in counts)
+        columns = self._columns
+        has_images, has_videos, has_audios = (columns[f"num_{kind}s"] > 0 for kind in ("image", "video", "audio"))
         return {
             "total": self.num_cached,
-            "numbers": _base64(shown),
-            "lengths": _base64(index.length[shown]),
-            "channel": _base64(index.channel[shown]),
+            "numbers": _base64(self.numbers),
+            "lengths": _base64(columns["length"]),
+            "channel": _base64(columns["channel"]),
             "kinds": _base64(1 * has_images + 2 * has_videos + 4 * has_audios),  # bits of ``samples.js``
-            "channels": list(index.channels),
+            "channels": list(self._channels),
             "inABlock": _BLOCK_SIZE,
-            "dropped": dict(self._reader.manifests[0].dropped),
+            "dropped": dict(self._num_dropped),
             "packs": None if self._packs is None else self._packs.overview(),
             "losses": None if self._losses is None else self._loss_figures(self._losses),
         }
@@ -295,7 +310,7 @@ class Pages:
 
     def _sample(self, number: int) -> dict[str, Any]:
         """Return a sample for the page's script, ``samples.js``, which determines the keys."""
-        sample = self._reader.sample(number)
+        sample = self._sample_at(number)
         return {
             "number": number,
             "source": storage.masked(sample.source),

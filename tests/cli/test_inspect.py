@@ -83,8 +83,7 @@ def test_a_sample_is_shown_as_text(cache: str, capsys: pytest.CaptureFixture[str
         ),
     ):
         identity = reader.manifests[0].identity
-        identity = dataclasses.replace(identity, spec={**identity.spec, **spec})
-        part = Decoder(model_of_cache(reader), identity).parts(truncated)[at]
+        part = Decoder(model_of_cache(reader), {**identity.spec, **spec}, identity.media_limits).parts(truncated)[at]
         assert part.style == "truncated"
         assert words in part.text
 

@@ -271,7 +271,7 @@ def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> Non
         assert EVIL.split("\u202e")[0] in wait_for_script(browser, "document.getElementById('text').textContent")
         assert browser.evaluate("window.evil === undefined && document.scripts.length === 1")
         browser.evaluate(f"{type_in}('text', ''), {type_in}('media', '1'), {type_in}('order', 'down')")
-        num_with_images = sum(bool(pages._reader.sample(i).images) for i in range(pages.num_cached))
+        num_with_images = sum(bool(pages._sample_at(i).images) for i in range(pages.num_cached))
         wait_for_script(browser, f"{status_text}.startsWith('{num_with_images} samples of')")
         lengths = "[...document.querySelectorAll('.entry > :last-child')].map(e => parseInt(e.textContent))"
         shown_lengths = wait_for_script(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")

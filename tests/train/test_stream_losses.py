@@ -17,14 +17,18 @@ from packtool.batch import dataset
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
+from packtool.config.commands import InspectConfig
 from packtool.encode.encoded import EncodedSample
-from packtool.errors import EXIT_USAGE, MediaError, MismatchError
+from packtool.errors import EXIT_MISMATCH, EXIT_USAGE, MediaError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.report.losses import RunLosses, losses_lines
+from packtool.report.samples import Pages
+from packtool.rows.sample import RowPart
 from packtool.train.prepare import sample_losses
 from packtool.train.prepare.sample_losses import stream_losses
 from packtool.train.run import train
 from tests.forked import run_ranks
+from tests.report.test_samples import ints, page_data
 from tests.train.alike import make_alike_world
 from tests.train.jobs import Job, run_jobs
 from tests.train.test_gradients import DESCENT, write_lines
@@ -237,14 +241,69 @@ def test_losses_are_listed_and_exported_by_file_and_row(
     highest = figures["groups"]["highest"]["samples"][0]
     assert highest["loss_2"] == max(row["loss_2"] for row in table.to_pylist())
     assert f"row {highest['row']} of {rows}" in "\n".join(losses_lines(figures))
-    for option in ("--html", "--serve"):
-        words = ["inspect", str(full_run), "--losses", option, *([str(tmp_path / "site")] * (option == "--html"))]
-        assert run(words) == EXIT_USAGE
-        assert "streamed rows" in capsys.readouterr().err
+
+
+def test_pages_show_the_rows_with_their_media(full_run: Path, rows: str, tmp_path: Path) -> None:
+    config = InspectConfig(directory=str(full_run), losses=True, max_samples=9)
+    losses = RunLosses(str(full_run))
+    pages = Pages(config, shows_all=True)
+    assert pages.numbers.tolist() == sorted({number for group in losses.groups.values() for number in group[:3]})
+    assert pages.notes == []
+    overview = page_data(pages.content("data/cache.js"))
+    trained = losses.stream.take(pages.numbers).to_pylist()
+    assert overview["total"] == losses.stream.num_rows
+    assert ints(overview["lengths"]).tolist() == [row["tokens"] for row in trained]
+    expected = np.round(losses.losses[2][pages.numbers] * 1000)
+    assert ints(overview["losses"]["epochs"][1]).tolist() == expected.tolist()
+    samples = page_data(pages.content("data/samples-0.js"))
+    lines = Path(rows).read_text().splitlines()
+    for number, sample, row in zip(pages.numbers.tolist(), samples, trained, strict=True):
+        assert (sample["source"], sample["row"], sample["number"]) == (rows, row["row"], number)
+        assert sample["part"] == ("" if row["part"] is None else f", {RowPart(**row['part'])}")
+        text = "".join(part["text"] for part in sample["parts"])
+        turns = json.loads(lines[row["row"]])["messages"]
+        assert turns[0]["content"].replace("<image>", "").strip() in text
+        images = [part["seen"] for part in sample["parts"] if "seen" in part]
+        assert len(images) == len(json.loads(lines[row["row"]])["images"])
+        assert all((pages.content(name) or b"").startswith(b"\xff\xd8") for name in images)
+    assert pages.content("media/999-0.jpg") is None
+
+
+def test_pages_leave_out_rows_that_changed_or_are_gone(
+    tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        write_lines(tiny, file, 1)
+    train(tiny.config(tmp_path / "run", **tiny.streamed(*map(str, files))), SilentProgress())
+    (path,) = (tmp_path / "run" / "history").glob("stream-losses-*.parquet")
+    table = pq.read_table(path)
+    near_zero = pa.array(np.full(len(table), 0.05, np.float32))
+    pq.write_table(table.set_column(table.column_names.index("loss"), "loss", near_zero), path)
+    words = ["inspect", str(tmp_path / "run"), "--losses", "--html", str(tmp_path / "site")]
+    assert run([*words, "--plan", "a.plan"]) == EXIT_USAGE
+    assert "streamed rows has no plan" in capsys.readouterr().err
+    assert run(words) == 0
+    assert "index.html, 80 of 80 samples\n" in capsys.readouterr().out
+    lines = files[0].read_text().splitlines()
+    lines[3] = json.dumps({"messages": [{"role": role, "content": "x"} for role in ("user", "assistant")]})
+    files[0].write_text("\n".join(lines))
+    files[1].unlink()
+    assert run(words) == 0
+    out = capsys.readouterr().out
+    assert "41 samples are left out: their rows have changed or are no longer there" in out
+    assert "index.html, 39 of 80 samples" in out
+    shown = page_data((tmp_path / "site" / "data" / "samples-0.js").read_bytes())
+    assert [(sample["source"], sample["row"]) for sample in shown] == [(str(files[0]), n) for n in range(40) if n != 3]
 
 
 def test_few_bytes_per_sample_and_epoch(
-    tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch, full_run: Path, rows: str, tmp_path: Path
+    tiny: TinyWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    full_run: Path,
+    rows: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sample_losses, "_DTYPE", np.float16)
     train(tiny.config(tmp_path, **epochs(tiny, rows, save_strategy="no")), SilentProgress())
@@ -253,6 +312,8 @@ def test_few_bytes_per_sample_and_epoch(
     np.testing.assert_allclose(table["loss"].to_numpy(), expected["loss"].to_numpy(), rtol=1e-3)
     assert RunLosses(str(tmp_path)).losses[2].dtype == np.float32
     assert run(["inspect", str(tmp_path), "--losses"]) == 0, "also without a checkpoint"
+    assert run(["inspect", str(tmp_path), "--losses", "--html", str(tmp_path / "site")]) == EXIT_MISMATCH
+    assert "has no checkpoint with the options" in capsys.readouterr().err
 
 
 def test_losses_can_be_disabled(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ const packtool = (() => {
       field("Maximum tokens", make("input", { name: "most", type: "number", min: 0 })),
       ...(cache.losses ? [field("Loss", choice("loss", [["", "any"],
         ...cache.losses.titles.map((title, i) => [1 << i, title])]))] : []),
-      field("Order", choice("order", [...(cache.losses ? [["loss", "highest loss first"]] : []), ["", "as in the cache"], ["down", "longest first"], ["up", "shortest first"]])),
+      field("Order", choice("order", [...(cache.losses ? [["loss", "highest loss first"]] : []), ["", "by number"], ["down", "longest first"], ["up", "shortest first"]])),
     ],
     dropped: () => [
       field("Text", make("input", { name: "text", type: "search" })),
@@ -85,7 +85,7 @@ const packtool = (() => {
 
   async function filterSamples() {
     const search = ++state.searching, text = value("text").toLowerCase(), candidates = passing();
-    const of = cache.numbers.length < cache.total ? `, of ${count(cache.total, "sample")} in the cache` : "";
+    const of = cache.numbers.length < cache.total ? `, of ${count(cache.total, "sample")} in all` : "";
     state.query = text;
     if (!text) {
       entries = candidates;

@@ -87,19 +87,17 @@ class Segment:
     began: float = field(default_factory=time.time)
     version: str = VERSION
 
-    @property
-    def train_config(self) -> TrainConfig:
-        """The settings of the run; MismatchError if this version of packtool lacks one of its options."""
-        options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in self.config.items()
-        }
-        try:
-            return TrainConfig(**options)
-        except TypeError as error:
-            raise MismatchError(
-                f"the run was trained with packtool {self.version}, which had other options: {error}",
-                f"Inspect it with that version; this is {VERSION}.",
-            ) from error
+
+def train_config_of(recorded: Mapping[str, Any], version: str) -> TrainConfig:
+    """The settings of a run from ``recorded_options``; MismatchError if this version of packtool lacks one."""
+    options: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items()}
+    try:
+        return TrainConfig(**options)
+    except TypeError as error:
+        raise MismatchError(
+            f"the run was trained with packtool {version}, which had other options: {error}",
+            f"Inspect it with that version; this is {VERSION}.",
+        ) from error
 
 
 def recorded_options(config: TrainConfig) -> dict[str, Any]:
@@ -480,9 +478,10 @@ def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
 def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
     """Plan a segment of a run again up to step ``stop``, and check its fingerprints; ``model`` is its new directory."""
     _check_files(segment)
-    config = dataclasses.replace(segment.train_config, output_dir=output_dir, cache_dir=None)
+    config = train_config_of(segment.config, segment.version)
     # The state of the data is read from the history, and not from a checkpoint.
-    config = dataclasses.replace(config, resume_from_checkpoint=None, data_change="refuse")
+    changes: dict[str, Any] = {"cache_dir": None, "resume_from_checkpoint": None, "data_change": "refuse"}
+    config = dataclasses.replace(config, output_dir=output_dir, **changes)
     if model is not None:
         config = dataclasses.replace(config, model=model)
     try:
@@ -516,7 +515,7 @@ def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
     state = inputs.state(last_assignment.batch_shape)
     if (state.plan, state.steps) == (segment.plan, segment.steps):
         return
-    plan_path = segment.train_config.plan
+    plan_path = segment.config.get("plan")
     if plan_path is not None:
         raise MismatchError(
             f"{plan_path}, the --plan of {output_dir}, has changed since training: the fingerprint of "
@@ -546,7 +545,7 @@ def _check_files(segment: Segment) -> None:
                 f"the cache {directory} has changed since training: its fingerprint was {fingerprint} and is {current}",
                 "Export it again with the original settings: steps can be planned again only from the same cache.",
             )
-    if (plan := segment.train_config.plan) is not None:
+    if (plan := segment.config.get("plan")) is not None:
         try:
             read_plan(plan)
         except PacktoolError as error:

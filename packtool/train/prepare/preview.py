@@ -43,7 +43,7 @@ from packtool.train.prepare.checkpoint import (
     steps_planned,
 )
 from packtool.train.prepare.costs import has_known_sizes
-from packtool.train.prepare.history import Segment, read_history
+from packtool.train.prepare.history import Segment, read_history, train_config_of
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_plan
 from packtool.train.prepare.run import Run
@@ -349,8 +349,9 @@ def _resumed_run(config: PlanConfig) -> Run:
     checkpoint, _ = find_checkpoint(directory if is_checkpoint(directory) else NEWEST, output_dir)
     assert checkpoint is not None, "a missing checkpoint is an error"
     segment = _segment_before(segments, read_run_state(checkpoint).step)
+    train_config = train_config_of(segment.config, segment.version)
     train_config = dataclasses.replace(
-        segment.train_config, output_dir=output_dir, resume_from_checkpoint=checkpoint, data_change="allow"
+        train_config, output_dir=output_dir, resume_from_checkpoint=checkpoint, data_change="allow"
     )
     if config.cached_dataset or config.mix:
         train_config = dataclasses.replace(train_config, cached_dataset=config.cached_dataset, mix=config.mix)
