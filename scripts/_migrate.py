@@ -245,6 +245,7 @@ def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str,
     name = next((str(values[key]).strip() for key in _MODEL_KEYS if values.get(key)), "")
     group_size = int((values.get("qat") or {}).get("group_size") or 0)
     new: dict[str, Any] = {key: str(world.model(name, group_size)) for key in _MODEL_KEYS if key in values}
+    new |= {key: "main" for key in ("model_revision", "revision_of_model") if key in values}
     has_pictures = world.is_multimodal(name)
     chat = world.rows("pictures" if has_pictures else "messages")
     is_text = values.get("use_chat_template") == "false" or values.get("stage") == "pt" or "pt" in example.words[:2]

@@ -7,14 +7,15 @@
 2. Text: the whole command ``packtool export``, including start-up, reading, rendering, labels and Arrow files with
    checksums. The baseline is ``tokenizers`` on the same cores, which encodes the rendered conversations and writes
    nothing. Loading the tokenizer is included in both. On the real rows, repeated, and on copies in which each message
-   ends with a new word, so that no row is tokenized from memory.
+   ends with a new word, so that no row is tokenized from memory. Several numbers of processes are also compared with
+   each other.
 3. Tiny files: the whole command on rows with a file each. The baseline is the same rows in one file. CPU seconds of
    all processes depend less on other work on the machine than wall time; 2 and 3 measure both.
 
 4. ms-swift: the commands ``packtool export`` and ``swift export --to_cached_dataset``, start-up included, on rows with
    pictures. Both write a cache. ``--swift-python`` names the interpreter in which ms-swift is installed.
 
-    python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2] [--files 20000]
+    python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 1 2] [--files 20000]
                                    [--swift-python PYTHON] [--only pictures|text|files|ms-swift]
 
 The real data (conversations, pictures, tokenizers) is not part of this repository. Ratios are medians of the repeats.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -49,18 +51,20 @@ print(json.dumps({"tokens": count, "seconds": time.perf_counter() - begin}))
 """
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
     parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
     parser.add_argument("--repeat", type=int, default=3, help="number of measurements")
     parser.add_argument("--copies", type=int, default=12, help="number of times the text rows are repeated")
-    parser.add_argument("--num-proc", type=int, default=2, help="worker processes, and threads of the baseline")
+    parser.add_argument(
+        "--num-proc", type=int, nargs="+", default=[2], help="worker processes, and threads of the baseline"
+    )
     parser.add_argument("--files", type=int, default=20_000, help="number of files in the third comparison")
     parser.add_argument("--swift-python", metavar="PYTHON", help="interpreter in which ms-swift is installed")
     parser.add_argument("--only", choices=list(_COMPARISONS), help="run only this comparison")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
         print(f"{options.realdata} contains no real data; give its folder with --realdata", file=sys.stderr)
         sys.exit(2)
@@ -93,7 +97,7 @@ def pictures(options: argparse.Namespace) -> None:
 
     def ours() -> int:
         samples = [_sample(path, number, row) for path, number, row in rows]
-        encoder._measured_media.clear()  # every picture is looked at again
+        encoder._cached_measure.cache_clear()  # every header is read again
         begin = time.perf_counter()
         found = encoder.encode(samples)
         timing.append(time.perf_counter() - begin)
@@ -114,23 +118,20 @@ def pictures(options: argparse.Namespace) -> None:
     timing.clear()
     counts = {_measured(ours, theirs) for _ in range(options.repeat)}
     paths = [str(path.parent / image) for path, _, row in rows for image in row["images"]]
-    headers, decoded = _pictures_alone(paths, processor, options.repeat)
+    headers, decoding = _pictures_alone(paths, processor, options.repeat)
     assert all(a == b for a, b in counts), f"both count the same tokens: {counts}"
-    mine, peer = timing[0::2], timing[1::2]
-    ratio = statistics.median(b / a for a, b in zip(mine, peer, strict=True))
-    print(f"pictures: {len(rows)} rows, {next(iter(counts))[0]:,} tokens")
-    print(f"  header only       {statistics.median(mine):8.3f} s")
-    print(f"  full processor    {statistics.median(peer):8.3f} s")
-    print(f"  whole rows: header only is {ratio:.0f} times as fast")
-    print(f"  the pictures alone: {headers:.3f} s for headers, {decoded:.3f} s decoded: {decoded / headers:.0f} times")
+    mine, peer = ([{"wall": seconds} for seconds in timing[first::2]] for first in (0, 1))
+    print(f"pictures: {len(rows)} rows, {next(iter(counts))[0]:,} tokens; reading headers is times as fast as decoding")
+    print(f"  whole rows: {_quotients(peer, mine, 'wall')}")
+    print(f"  the pictures alone: {_quotients(decoding, headers, 'wall')}")
 
 
-def _pictures_alone(paths: list[str], processor: Any, repeat: int) -> tuple[float, float]:
-    """Return the median seconds to measure pictures by headers, and to decode and process them; without text."""
+def _pictures_alone(paths: list[str], processor: Any, repeat: int) -> tuple[list[dict[str, float]], ...]:
+    """Return the times of each round to measure pictures by headers, and to decode and process them; without text."""
     from packtool.media.measure import load_image, measure_image
     from packtool.rows.sample import MediaRef
 
-    headers, decoded = [], []
+    headers, decoding = [], []
     for _ in range(repeat):
         begin = time.perf_counter()
         for path in paths:
@@ -138,9 +139,9 @@ def _pictures_alone(paths: list[str], processor: Any, repeat: int) -> tuple[floa
         middle = time.perf_counter()
         for path in paths:
             processor.image_processor(images=[load_image(path)], return_tensors="pt")
-        headers.append(middle - begin)
-        decoded.append(time.perf_counter() - middle)
-    return statistics.median(headers), statistics.median(decoded)
+        headers.append({"wall": middle - begin})
+        decoding.append({"wall": time.perf_counter() - middle})
+    return headers, decoding
 
 
 def _measured(*functions: Callable[[], int]) -> tuple[int, ...]:
@@ -192,19 +193,30 @@ def _compare_text(
                     row = copied(line, index, copy)
                     file.write(row + "\n")
                     peer_file.write(json.dumps(template.render(json.loads(row)["messages"])) + "\n")
-        mine, peer = [], []
+        runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for number in range(options.repeat):
-            mine.append(_export(model, rows, work / f"cache{number}", options.num_proc))
-            peer.append(_peer(model, rendered, options.num_proc))
-        counts = f"{len(lines) * options.copies:,} rows, {mine[0]['tokens']:,} tokens"
-        print(f"text, {title}: {counts}, with {options.num_proc} processes")
+            for num_proc in options.num_proc:
+                cache = work / f"cache{number}-{num_proc}"
+                runs.setdefault(("packtool", num_proc), []).append(_export(model, rows, cache, num_proc))
+                runs.setdefault(("tokenizers", num_proc), []).append(_peer(model, rendered, num_proc))
+                shutil.rmtree(cache)
+    print(f"text, {title}: {len(lines) * options.copies:,} rows, {runs['packtool', num_proc][0]['tokens']:,} tokens")
+    for num_proc in options.num_proc:
+        mine, peer = runs["packtool", num_proc], runs["tokenizers", num_proc]
+        print(f"  {num_proc} processes: throughput of packtool export, start-up included, relative to bare tokenizers")
         for unit in ("wall", "cpu"):
-            ratios = sorted(theirs[unit] / ours[unit] for ours, theirs in zip(mine, peer, strict=True))
-            ours, theirs = (statistics.median(run["tokens"] / run[unit] for run in runs) for runs in (mine, peer))
-            print(f"  packtool export   {ours:12,.0f} tokens per {unit} second, everything included")
-            print(f"  bare tokenizers   {theirs:12,.0f} tokens per {unit} second")
-            spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} rounds"
-            print(f"  export has {statistics.median(ratios):.2f} of the bare tokenizers' throughput ({spread})")
+            print(f"    {unit} time: {_quotients(peer, mine, unit)}")
+    for num_proc in options.num_proc[1:]:
+        print(f"  {num_proc} processes or threads instead of {options.num_proc[0]}: times as fast in wall time")
+        for name in ("packtool", "tokenizers"):
+            print(f"    {name}: {_quotients(runs[name, options.num_proc[0]], runs[name, num_proc], 'wall')}")
+
+
+def _quotients(numerators: list[dict[str, Any]], denominators: list[dict[str, Any]], unit: str) -> str:
+    """Return the median of the rounds' quotients of a measurement, and the smallest and largest, as text."""
+    quotients = [a[unit] / b[unit] for a, b in zip(numerators, denominators, strict=True)]
+    spread = f"{min(quotients):.2f} to {max(quotients):.2f} in {len(quotients)} rounds"
+    return f"{statistics.median(quotients):.2f} ({spread})"
 
 
 def tiny_files(options: argparse.Namespace) -> None:
@@ -218,19 +230,14 @@ def tiny_files(options: argparse.Namespace) -> None:
         (work / "one.jsonl").write_text("".join(rows))
         for number, row in enumerate(rows):
             (work / "many" / f"{number:06d}.jsonl").write_text(row)
-        found: dict[str, list[float]] = {"wall": [], "cpu": []}
-        rates = []
+        one, many = [], []
         for number in range(options.repeat):
-            one = _export(model, work / "one.jsonl", work / f"one{number}", options.num_proc)
-            many = _export(model, work / "many", work / f"many{number}", options.num_proc)
-            assert one["tokens"] == many["tokens"], "the same rows are the same tokens"
-            rates.append(options.files / many["wall"])
-            for name, ratios in found.items():
-                ratios.append(many[name] / one[name])
-        print(f"tiny files: {options.files:,} of one row each, {options.num_proc} processes")
-        print(f"  packtool export   {statistics.median(rates):12,.0f} rows/s, everything included")
-        for name, ratios in found.items():
-            print(f"  {name:4} {statistics.median(ratios):.2f} of the same rows in one file")
+            one.append(_export(model, work / "one.jsonl", work / f"one{number}", options.num_proc[-1]))
+            many.append(_export(model, work / "many", work / f"many{number}", options.num_proc[-1]))
+            assert one[-1]["tokens"] == many[-1]["tokens"], "the same rows are the same tokens"
+    print(f"tiny files: {options.files:,} of one row each, relative to the same rows in one file")
+    for unit in ("wall", "cpu"):
+        print(f"  {unit} time: {_quotients(many, one, unit)}")
 
 
 def ms_swift(options: argparse.Namespace) -> None:
@@ -253,18 +260,18 @@ def ms_swift(options: argparse.Namespace) -> None:
                         row = json.loads(line)
                         row["images"] = [str(work / f"copy{copy}" / image) for image in row["images"]]
                         file.write(json.dumps({"messages": row["messages"], "images": row["images"]}) + "\n")
-        ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
+        ours, theirs = [], []
         for number in range(options.repeat):
-            ours = _export(model, rows, work / f"packtool{number}", options.num_proc, "--media-access", "local")
-            theirs = _swift_export(options.swift_python, model, rows, work / f"swift{number}", options.num_proc)
-            assert ours["tokens"] == theirs["tokens"], f"{ours['tokens']:,} tokens, ms-swift {theirs['tokens']:,}"
-            for unit in ratios:
-                ratios[unit].append(theirs[unit] / ours[unit])
+            cache = work / f"packtool{number}"
+            ours.append(_export(model, rows, cache, options.num_proc[-1], "--media-access", "local"))
+            cache = work / f"swift{number}"
+            theirs.append(_swift_export(options.swift_python, model, rows, cache, options.num_proc[-1]))
+            counts = ours[-1]["tokens"], theirs[-1]["tokens"]
+            assert counts[0] == counts[1], f"packtool and ms-swift count {counts} tokens"
         num_rows = len(rows.read_text().splitlines())
-        print(f"ms-swift: {num_rows:,} rows with pictures, {ours['tokens']:,} tokens, {options.num_proc} processes")
-        for unit, values in ratios.items():
-            spread = f"{min(values):.1f} to {max(values):.1f} in {len(values)} rounds"
-            print(f"  {unit}: packtool export is {statistics.median(values):.1f} times as fast ({spread})")
+    print(f"ms-swift: {num_rows:,} rows with pictures, {counts[0]:,} tokens; packtool export is times as fast")
+    for unit in ("wall", "cpu"):
+        print(f"  {unit} time: {_quotients(theirs, ours, unit)}")
 
 
 _SWIFT_LENGTHS = """

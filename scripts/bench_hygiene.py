@@ -55,8 +55,9 @@ def main() -> None:
                 subprocess.run(["rm", "-rf", str(cache)], check=True)
     reference = "baseline" if options.baseline is not None else "without"
     for name, measured in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(measured, seconds[reference], strict=True))
-        print(f"  {name:<22} {statistics.median(measured):8.1f} CPU s, {ratio:.3f} of {reference}")
+        ratios = [a / b for a, b in zip(measured, seconds[reference], strict=True)]
+        spread = f"{statistics.median(ratios):.3f} of {reference} ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"  {name:<22} {statistics.median(measured):8.1f} CPU s, {spread}")
 
 
 def write_rows(path: Path, realdata: Path, num_rows: int) -> list[int]:

@@ -2,6 +2,7 @@
 """Measure planning of a mixture: time, fill, and how far the shares of sources in 100 steps are from the recipe.
 
     python scripts/bench_mixture.py [--samples 1000000] [--sources 20] [--packs-per-step 64] [--peer-samples 1000000]
+                                    [--rounds 5]
 
 Each source has lognormal lengths with its own median. The weights of the sources repeat 1, 2, 4, ..., 64, and sizes are
 about proportional to weights. An epoch ends when all sources are used up. A second mixture is harder: it has short
@@ -9,15 +10,20 @@ samples, which packers usually put into separate packs, and long samples, with 4
 
 There are two baselines: the same samples joined without a mixture, and ``datasets.interleave_datasets`` with
 probabilities, which draws rows like ms-swift's --interleave_prob and LLaMA-Factory's interleave_probs. Its steps have
-as many samples as a step of the plan has on average. Times are CPU seconds of one process.
+as many samples as a step of the plan has on average. Times are CPU seconds of one process per million samples, medians
+of the rounds, in which packtool and its baselines take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,82 +61,100 @@ def short_among_long(num_samples: int) -> tuple[npt.NDArray[np.int32], Numbers, 
     return lengths, np.array([0, num_short, num_samples]), np.array([num_short, num_samples - num_short]) / num_samples
 
 
-def furthest(source_of_sample: Numbers, step_of_sample: Numbers, shares: Shares) -> Shares:
-    """Return the largest relative deviation of each source's share in any 100 steps, (S,)."""
+def largest_errors(source_of_sample: Numbers, step_of_sample: Numbers, shares: Shares) -> Shares:
+    """Return the largest relative error of each source's share in any 100 steps, (S,)."""
     counts = np.zeros((int(step_of_sample[-1]) + 1, len(shares)))
     np.add.at(counts, (step_of_sample, source_of_sample), 1)
     sums = np.vstack((np.zeros(len(shares)), counts.cumsum(axis=0)))
     windows = sums[_WINDOW:] - sums[:-_WINDOW] if len(counts) > _WINDOW else counts.sum(axis=0, keepdims=True)
-    found = windows / windows.sum(axis=1, keepdims=True)
-    return np.asarray(np.abs(found / shares - 1).max(axis=0))
+    shares_in_windows = windows / windows.sum(axis=1, keepdims=True)
+    return np.asarray(np.abs(shares_in_windows / shares - 1).max(axis=0))
 
 
-def of_plan(plan: EpochPlan, mixture: Mixture) -> Shares:
-    """Return ``furthest`` for the steps of a plan, without the smaller last step."""
+def errors_of_plan(plan: EpochPlan, mixture: Mixture) -> Shares:
+    """Return ``largest_errors`` for the steps of a plan, without the smaller last step."""
     packs, offsets = plan.steps.order, plan.packs.offsets
     num_packs_until = plan.steps.micro_batch_offsets[plan.steps.step_offsets]
     sizes = np.diff(offsets)[packs]
-    of_samples = np.arange(plan.steps.num_steps).repeat(np.diff(num_packs_until)).repeat(sizes)
-    places = np.repeat(offsets[packs] - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())
-    whole = of_samples < plan.steps.num_steps - 1
+    step_of_sample = np.arange(plan.steps.num_steps).repeat(np.diff(num_packs_until)).repeat(sizes)
+    indices = np.repeat(offsets[packs] - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())
+    in_full_step = step_of_sample < plan.steps.num_steps - 1
     shares = np.array(mixture.counts) / mixture.num_drawn
-    return furthest(mixture.source_of(plan.packs.samples[places])[whole], of_samples[whole], shares)
+    source_of_sample = mixture.source_of(plan.packs.samples[indices])
+    return largest_errors(source_of_sample[in_full_step], step_of_sample[in_full_step], shares)
 
 
-def of_interleaving(sizes: Numbers, shares: Shares, samples_per_step: int) -> tuple[float, Shares]:
-    """Return the CPU seconds per sample and ``furthest`` of ``datasets.interleave_datasets``."""
-    import datasets
+def errors_of_interleaving(dataset: Any, shares: Shares, samples_per_step: int) -> Shares:
+    """Return ``largest_errors`` for an interleaved dataset whose column ``source`` has the source of each row."""
+    sources = np.asarray(dataset.with_format("numpy")["source"][:])
+    num_in_steps = len(sources) // samples_per_step * samples_per_step
+    return largest_errors(sources[:num_in_steps], np.arange(num_in_steps) // samples_per_step, shares)
 
-    rows = [datasets.Dataset.from_dict({"of": np.full(n, i)}) for i, n in enumerate(sizes)]
-    start = time.process_time()
-    mixed = datasets.interleave_datasets(rows, probabilities=shares.tolist(), seed=0)
-    seconds = time.process_time() - start
-    of = np.asarray(mixed.with_format("numpy")["of"][:])
-    whole = len(of) // samples_per_step * samples_per_step
-    return seconds / len(of), furthest(of[:whole], np.arange(whole) // samples_per_step, shares)
+
+def time_alternately(ways: dict[str, Callable[[], Any]], num_rounds: int) -> tuple[dict[str, Any], dict[str, Numbers]]:
+    """Call all functions in turn, in each round; return their last results, and their CPU seconds in each round."""
+    results: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(num_rounds):
+        for name, function in ways.items():
+            start = time.process_time()
+            results[name] = function()
+            seconds[name].append(time.process_time() - start)
+    return results, {name: np.array(values) for name, values in seconds.items()}
 
 
 def compare(
-    lengths: npt.NDArray[np.int32], offsets: Numbers, shares: Shares, packs_per_step: int, peer_samples: int
+    lengths: npt.NDArray[np.int32],
+    offsets: Numbers,
+    shares: Shares,
+    packs_per_step: int,
+    peer_samples: int,
+    num_rounds: int,
 ) -> None:
-    """Print the comparison for one mixture; arguments are as returned by ``sources_of``."""
-    sources = tuple(SourceRecipe(path=f"source{i}", weight=share) for i, share in enumerate(shares.tolist()))
+    """Print the comparison for one mixture; the first three arguments are as returned by ``sources_of``."""
+    import datasets
+
     options = PlanOptions(max_length=_CAPACITY, packing_length=_CAPACITY, world_size=packs_per_step, balance="none")
     targets, media = lengths // 4, np.zeros_like(lengths)
-    start = time.process_time()
-    mixture = make_mixture(
-        Recipe(sources=sources, stop="all"), offsets, lengths, media, targets, max_length=_CAPACITY, seed=0
-    )
-    plan = plan_mixture(mixture, options, seed=0, media_tokens=media)
-    mixed = time.process_time() - start
-    start = time.process_time()
-    joined = plan_epoch(lengths, targets, options, seed=0, media_tokens=media)
-    seconds_joined = time.process_time() - start
-    # The same samples, packed without regard to their sources.
-    fill = pack(mixture.slots.lengths, _CAPACITY, seed=0).fill
+    peer_sizes = np.round(np.diff(offsets) * min(1, peer_samples / len(lengths))).astype(np.int64)
+    tables = [datasets.Dataset.from_dict({"source": np.full(size, i)}) for i, size in enumerate(peer_sizes)]
+
+    def mix() -> tuple[EpochPlan, Mixture]:
+        sources = tuple(SourceRecipe(path=f"source{i}", weight=share) for i, share in enumerate(shares.tolist()))
+        recipe = Recipe(sources=sources, stop="all")
+        mixture = make_mixture(recipe, offsets, lengths, media, targets, max_length=_CAPACITY, seed=0)
+        return plan_mixture(mixture, options, seed=0, media_tokens=media), mixture
+
+    ways = {
+        "packtool --mix": mix,
+        "packtool, without shares": partial(plan_epoch, lengths, targets, options, seed=0, media_tokens=media),
+        "datasets.interleave_datasets": partial(
+            datasets.interleave_datasets, tables, probabilities=shares.tolist(), seed=0
+        ),
+    }
+    results, seconds = time_alternately(ways, num_rounds)
+    plan, mixture = results["packtool --mix"]
+    interleaved = results["datasets.interleave_datasets"]
     samples_per_step = max(round(mixture.num_drawn / plan.steps.num_steps), 1)
-    sizes = np.diff(offsets)
-    per_sample, off = of_interleaving(
-        np.round(sizes * min(1, peer_samples / len(lengths))).astype(np.int64), shares, samples_per_step
-    )
-    print(f"{len(sources)} sources, {len(lengths):,} samples; an epoch draws {mixture.num_drawn:,}")
+    print(f"{len(shares)} sources, {len(lengths):,} samples; an epoch draws {mixture.num_drawn:,}")
     print(f"{plan.packs.num_packs:,} packs, {plan.steps.num_steps:,} steps of {samples_per_step:,} samples")
-    print(f"{'':32}{'CPU seconds':>12}{'per million samples':>20}{'fill':>9}{'furthest':>10}{'of large':>10}")
-    tokens = np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) * np.array(mixture.counts) / sizes
+
+    num_drawn = (mixture.num_drawn, len(lengths), len(interleaved))
+    for (name, values), count in zip(seconds.items(), num_drawn, strict=True):
+        per_million = 1e6 * values / count
+        spread = f"{per_million.min():.2f} to {per_million.max():.2f}"
+        print(f"  {name:30} {statistics.median(per_million):.2f} CPU seconds per million samples ({spread})")
+
+    unmixed_fill = pack(mixture.slots.lengths, _CAPACITY, seed=0).fill  # the same samples, whatever their sources
+    print(f"  fill of packs {plan.packs.fill:.2%}; of the same samples without shares {unmixed_fill:.2%}")
+    tokens = np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) * np.array(mixture.counts) / np.diff(offsets)
     is_large = tokens >= _LARGE * tokens.sum()
-    for name, seconds, of_one, full, most in (
-        ("packtool --mix", mixed, mixed / mixture.num_drawn, plan.packs.fill, of_plan(plan, mixture)),
-        ("the same, packed one by one", None, None, fill, None),
-        ("packtool, the caches joined", seconds_joined, seconds_joined / len(lengths), joined.packs.fill, None),
-        ("datasets.interleave_datasets", None, per_sample, None, off),
+    for name, errors in (
+        ("packtool --mix", errors_of_plan(plan, mixture)),
+        ("datasets.interleave_datasets", errors_of_interleaving(interleaved, shares, samples_per_step)),
     ):
-        cells = (
-            f"{'' if seconds is None else f'{seconds:.2f}':>12}{'' if of_one is None else f'{1e6 * of_one:.2f}':>20}"
-        )
-        cells += f"{'' if full is None else f'{full:.2%}':>9}"
-        print(
-            f"{name:32}{cells}" + ("" if most is None else f"{most.max():>10.1%}{most[is_large].max(initial=0):>10.1%}")
-        )
+        large = f"{errors[is_large].max(initial=0):.1%} among sources with 1 % of the tokens"
+        print(f"  {name:30} largest error of a share in 100 steps: {errors.max():.1%}, {large}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -139,15 +163,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--sources", type=int, default=20)
     parser.add_argument("--packs-per-step", type=int, default=64)
-    parser.add_argument(
-        "--peer-samples", type=int, default=1_000_000, help="samples for interleave_datasets; its time is scaled"
-    )
-    given = parser.parse_args(arguments)
-    print("furthest: largest deviation of a source's share in any 100 steps; of large: sources with 1 % of the tokens")
-    compare(*sources_of(given.samples, given.sources), given.packs_per_step, given.peer_samples)
-    print()
-    print(f"hard: 1 of 7 samples has {_SHORT:,} tokens, the others {_LONG[0]:,} to {_LONG[1]:,}")
-    compare(*short_among_long(min(given.samples, _HARD_SAMPLES)), _FEW_PACKS, given.peer_samples)
+    parser.add_argument("--peer-samples", type=int, default=1_000_000, help="samples for interleave_datasets")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    compare(*sources_of(options.samples, options.sources), options.packs_per_step, options.peer_samples, options.rounds)
+    print(f"\nshort and long: 1 of 7 samples has {_SHORT:,} tokens, the others {_LONG[0]:,} to {_LONG[1]:,}")
+    num_samples = min(options.samples, _HARD_SAMPLES)
+    compare(*short_among_long(num_samples), _FEW_PACKS, options.peer_samples, options.rounds)
 
 
 if __name__ == "__main__":

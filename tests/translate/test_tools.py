@@ -153,6 +153,23 @@ def test_adapters_other_than_lora(tool: str, values: dict[str, Any], settings: d
     assert "adapter_settings" not in lora.values
 
 
+@pytest.mark.parametrize(
+    ("tool", "values", "key"),
+    [
+        ("ms-swift", {"model": "a/b"}, "model_revision"),
+        ("LLaMA-Factory", {"model_name_or_path": "a/b", "stage": "sft"}, "model_revision"),
+        ("axolotl", {"base_model": "a/b"}, "revision_of_model"),
+        ("TRL", {"model_name_or_path": "a/b"}, "model_revision"),
+    ],
+)
+def test_another_revision_of_a_model_is_not_replaced_by_the_main_one(
+    tool: str, values: dict[str, Any], key: str
+) -> None:
+    assert not any(key in problem for problem in translated(tool, values | {key: "main"}).problems)
+    (problem,) = (problem for problem in translated(tool, values | {key: "6299b5a"}).problems if key in problem)
+    assert "--revision" in problem
+
+
 def test_ms_swift_towers_in_full_beside_adapters() -> None:
     values = {"model": "m", "tuner_type": "lora_llm", "lora_rank": 16, "vit_lr": 1e-5}
     translation = translated("ms-swift", values)
