@@ -153,7 +153,7 @@ class WholePictures:
         self.only_windows = only_windows
         self._spans = spans
         self._ends = list(accumulate(lengths))
-        self._key_ends = list(accumulate(key_lengths))
+        self._key_borders = list(accumulate(key_lengths, initial=0))  # start of each document's keys, and the last end
         self._keys: dict[tuple[int | None, torch.device], PictureKeys] = {}
 
     def keys(self, window: int | None, device: torch.device) -> PictureKeys:
@@ -166,18 +166,19 @@ class WholePictures:
             self._keys[window, device] = self._compute_keys(window, device)
         return self._keys[window, device]
 
+    def _seen_keys(self, start: int, stop: int, window: int | None) -> Tensor:
+        """Return the keys that the tokens from ``start`` to ``stop`` of a picture see, int64 (m,)."""
+        document = bisect_left(self._ends, stop)
+        first_key, key_stop = self._key_borders[document : document + 2]
+        # A document's keys end with those of its own tokens, so all of its tokens have the same distance to theirs.
+        distance = key_stop - self._ends[document]
+        if window is not None:
+            first_key = max(first_key, start + distance - (window - 1))
+        return torch.arange(first_key, stop + distance)
+
     def _compute_keys(self, window: int | None, device: torch.device) -> PictureKeys:
-        queries, keys = [], []
-        key_starts = [0, *self._key_ends]
-        for start, stop in self._spans:
-            document = bisect_left(self._ends, stop)
-            # A document's keys end with those of its own tokens, so all of its tokens have the same distance to theirs.
-            distance = self._key_ends[document] - self._ends[document]
-            first_key = key_starts[document]
-            if window is not None:
-                first_key = max(first_key, start + distance - (window - 1))
-            queries.append(torch.arange(start, stop))
-            keys.append(torch.arange(first_key, stop + distance))
+        queries = [torch.arange(start, stop) for start, stop in self._spans]
+        keys = [self._seen_keys(start, stop, window) for start, stop in self._spans]
         lengths, key_lengths = tuple(map(len, queries)), tuple(map(len, keys))
         # Created on the host: creating them on the device would wait for all kernels.
         to_device = partial(Tensor.to, device=device, non_blocking=True)

@@ -343,18 +343,13 @@ def collate_tree(
         return collate_packs(samples, spec, towers, pad_to_multiple_of=pad_to_multiple_of)
     node_documents = slice_nodes(samples, nodes, spec)
     documents, media, num_padding = _load_with_fillers(node_documents, spec, towers, pad_to_multiple_of)
-    num_fillers = len(documents) - len(nodes)
-    parents = tuple(node.parent for node in nodes) + (ROOT,) * num_fillers
     lengths = tuple(document.length for document in documents)
-    key_positions, key_lengths = key_index(parents, lengths)
+    key_fields = _key_fields(nodes, lengths)
     token_fields = tree_token_fields(documents, samples, nodes, spec, media)
     return TreeBatch(
         **token_fields,
-        key_index=torch.from_numpy(key_positions),
-        cu_seqlens_k=_cu_seqlens(key_lengths),
-        key_lengths=key_lengths,
-        parents=parents,
-        pictures=find_pictures(token_fields["input_ids"][0].numpy(), spec, lengths, key_lengths),
+        **key_fields,
+        pictures=find_pictures(token_fields["input_ids"][0].numpy(), spec, lengths, key_fields["key_lengths"]),
         position_ids=joined_positions(tree_positions(samples, nodes, documents, spec), spec),
         num_samples=len(samples),
         num_padding=num_padding,
@@ -362,6 +357,18 @@ def collate_tree(
         lengths=lengths,
         sample_ends=_last_nodes(nodes, len(samples)),
     )
+
+
+def _key_fields(nodes: Sequence[Node], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of ``TreeBatch`` about attention keys, for documents of these lengths: nodes, then fillers."""
+    parents = tuple(node.parent for node in nodes) + (ROOT,) * (len(lengths) - len(nodes))
+    key_positions, key_lengths = key_index(parents, lengths)
+    return {
+        "parents": parents,
+        "key_index": torch.from_numpy(key_positions),
+        "key_lengths": key_lengths,
+        "cu_seqlens_k": _cu_seqlens(key_lengths),
+    }
 
 
 def tree_token_fields(

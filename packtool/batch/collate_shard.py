@@ -176,11 +176,7 @@ def _tree_shard(shard: SequenceShard, nodes: Sequence[Node]) -> SequenceShard:
 
 
 def _tree_fields(
-    samples: Sequence[EncodedSample],
-    nodes: Sequence[Node],
-    layout: _Layout,
-    media: dict[str, Tensor],
-    spec: InputSpec,
+    samples: Sequence[EncodedSample], nodes: Sequence[Node], layout: _Layout, media: dict[str, Tensor], spec: InputSpec
 ) -> dict[str, Any]:
     """Return the batch's fields of tokens, targets, positions and media of a prefix tree by name."""
     fields = tree_token_fields(layout.documents, samples, nodes, spec, media, layout.positions)

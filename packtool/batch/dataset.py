@@ -139,18 +139,15 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         # Samples are identified by their positions in the caches; those of a stream, which has none, by their index.
         is_stream = not all(isinstance(planned, int) for planned in micro_batch.samples)
         keys = range(len(samples)) if is_stream else micro_batch.samples
-        messages: dict[int, str] = {}
-        for key, sample in zip(keys, samples, strict=True):
-            error = sample_media_error(sample, self.spec)
-            if error is not None:
-                messages[key] = error.message
+        errors = [sample_media_error(sample, self.spec) for sample in samples]
+        messages = {key: error.message for key, error in zip(keys, errors, strict=True) if error is not None}
         good_samples: list[EncodedSample] = []
         skipped: list[SkippedSample] = []
         for index, (key, sample) in enumerate(zip(keys, samples, strict=True)):
             if key in messages:
                 position = None if is_stream else key
-                num_lost = num_targets(sample)
-                skipped.append(SkippedSample(sample.source, sample.row, messages[key], num_lost, index, position))
+                lost = SkippedSample(sample.source, sample.row, messages[key], num_targets(sample), index, position)
+                skipped.append(lost)
             else:
                 good_samples.append(sample)
         return good_samples, skipped

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -157,18 +157,23 @@ def _process_within_bounds(
     numbers_by_bounds: dict[Bounds, list[int]] = {}
     for number, bounds_of_picture in enumerate(bounds):
         numbers_by_bounds.setdefault(bounds_of_picture, []).append(number)
-    patches: dict[int, Tensor] = {}  # of each image, by its number
-    grids: dict[int, Tensor] = {}
+    groups = []
     for (min_pixels, max_pixels), numbers in numbers_by_bounds.items():
         size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}  # the processor's names for these bounds
         outputs = process(images=[pictures[number] for number in numbers], size=size)
-        if len(numbers_by_bounds) == 1:
-            return outputs[pixels_name], outputs[grids_name]
-        num_patches = outputs[grids_name].prod(dim=1).tolist()  # t * h * w of each image
-        patches |= zip(numbers, outputs[pixels_name].split(num_patches), strict=True)
-        grids |= zip(numbers, outputs[grids_name], strict=True)
-    order = range(len(pictures))
-    return torch.cat([patches[number] for number in order]), torch.stack([grids[number] for number in order])
+        groups.append((outputs[pixels_name], outputs[grids_name]))
+    return groups[0] if len(groups) == 1 else _join_in_order(groups, list(chain(*numbers_by_bounds.values())))
+
+
+def _join_in_order(groups: Sequence[tuple[Tensor, Tensor]], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Join patches and grids of groups of images; the result is in the order of the images' ``numbers``."""
+    patches: list[Tensor] = []  # of each image
+    for group_patches, group_grids in groups:
+        num_patches = group_grids.prod(dim=1).tolist()  # t * h * w of each image
+        patches += torch.split(group_patches, num_patches)
+    grids = torch.cat([group_grids for _, group_grids in groups])
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
+    return torch.cat([patches[index] for index in order]), grids[order]
 
 
 def _video_patches(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[str, Tensor]:

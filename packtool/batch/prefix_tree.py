@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, files_of
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, files_of, media_fields
 from packtool.encode.media_spans import media_spans
 from packtool.media.files import content_digest, content_name
 from packtool.rows.media_policy import MediaPolicy
@@ -91,6 +91,7 @@ def _without_files(medium: Medium) -> Medium:
 
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 ROOT = -1
 """The parent of a node at the beginning of samples."""
 
@@ -140,13 +141,9 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
     nodes: list[Node] = []
     groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)]  # a stack
     while groups:
-        sample_numbers, start, parent = groups.pop()
-        first = sample_numbers[0]
-        num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in sample_numbers)
-        branches = _branches(sample_numbers, symbols, num_equal)
-        stop = num_equal
-        if branches:
-            stop = _prefix_end([samples[number] for number in sample_numbers], can_end_at[first], start, num_equal)
+        group = groups.pop()
+        sample_numbers, start, parent = group
+        stop, branches = _divide_group(group, samples, symbols, can_end_at)
         if len(sample_numbers) > 1 and stop < min_shared:  # too short for a node
             if not branches:  # short samples that are equal
                 branches = [[number] for number in sample_numbers]
@@ -157,6 +154,19 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
         for branch in reversed(branches):  # so that the first branch is popped first
             groups.append(_Group(branch, start, parent))
     return nodes
+
+
+def _divide_group(
+    group: _Group, samples: Sequence[EncodedSample], symbols: Sequence[Int64Array], can_end_at: Sequence[BoolArray]
+) -> tuple[int, list[list[int]]]:
+    """Return where the common prefix of a group of samples ends, and the branches after it; none if all are equal."""
+    sample_numbers, start, _ = group
+    first = sample_numbers[0]
+    num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in sample_numbers)
+    branches = _branches(sample_numbers, symbols, num_equal)
+    if not branches:
+        return num_equal, []
+    return _prefix_end([samples[number] for number in sample_numbers], can_end_at[first], start, num_equal), branches
 
 
 def _branches(sample_numbers: Sequence[int], symbols: Sequence[Int64Array], num_equal: int) -> list[list[int]]:
@@ -173,7 +183,7 @@ def _branches(sample_numbers: Sequence[int], symbols: Sequence[Int64Array], num_
     return [] if all_at_end else list(branches.values())
 
 
-def _prefix_end(samples: Sequence[EncodedSample], can_end_at: npt.NDArray[np.bool_], start: int, num_equal: int) -> int:
+def _prefix_end(samples: Sequence[EncodedSample], can_end_at: BoolArray, start: int, num_equal: int) -> int:
     """Return the last position where a node from ``start`` can end, if the first ``num_equal`` tokens are equal.
 
     ``can_end_at``, bool (L + 1,): whether a prefix of each length may end.
@@ -185,18 +195,14 @@ def _prefix_end(samples: Sequence[EncodedSample], can_end_at: npt.NDArray[np.boo
     return int(np.flatnonzero(can_end_at[: max_length + 1])[-1])
 
 
-def _symbols_of_samples(
-    samples: Sequence[EncodedSample], spec: InputSpec
-) -> tuple[list[Int64Array], list[npt.NDArray[np.bool_]]]:
+def _symbols_of_samples(samples: Sequence[EncodedSample], spec: InputSpec) -> tuple[list[Int64Array], list[BoolArray]]:
     """Return ``_symbols`` of each sample, as two lists."""
     medium_numbers = MediaNumbers(spec.media_policy)
     pairs = [_symbols(sample, spec, medium_numbers) for sample in samples]
     return [symbols for symbols, _ in pairs], [can_end_at for _, can_end_at in pairs]
 
 
-def _symbols(
-    sample: EncodedSample, spec: InputSpec, medium_numbers: MediaNumbers
-) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+def _symbols(sample: EncodedSample, spec: InputSpec, medium_numbers: MediaNumbers) -> tuple[Int64Array, BoolArray]:
     """Return a sample's symbols, int64 (L,), and whether a prefix of each length may end, bool (L + 1,).
 
     A symbol is a token's id, or for a medium's placeholder tokens a negative number that stands for its content.
@@ -212,8 +218,7 @@ def _symbols(
         can_end_at[span.start + 1 : span.stop] = False  # a prefix has all tokens of a medium, or none
     # Nor can it end after a token that opens a medium, as media of different kinds may follow.
     opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]
-    is_opening = np.isin(ids, opening_ids)
-    can_end_at[1:] &= ~is_opening  # the prefix of length i + 1 ends with token i
+    can_end_at[1:] &= ~np.isin(ids, opening_ids)  # the prefix of length i + 1 ends with token i
     return symbols, can_end_at
 
 
@@ -233,10 +238,8 @@ def slice_sample(sample: EncodedSample, start: int, stop: int, spec: InputSpec) 
         input_ids=sample.input_ids[tokens],
         labels=sample.labels[tokens],
         turns=np.zeros(0, np.int32),
-        images=tuple(medium for medium in media if isinstance(medium, EncodedImage)),
-        videos=tuple(medium for medium in media if isinstance(medium, EncodedVideo)),
-        audios=tuple(medium for medium in media if isinstance(medium, EncodedAudio)),
         loss_scale=None if sample.loss_scale is None else sample.loss_scale[tokens],
+        **media_fields(media),
     )
 
 

@@ -91,14 +91,12 @@ def interruptible_progress() -> Iterator[TerminalProgress]:
 # flag: --x and --no-x; switch: --x only, off by default; valued flag: a flag that also accepts other values than
 # booleans; single: one value; list: several values.
 ArgumentKind = Literal["flag", "switch", "valued flag", "single", "list"]
+ExplainUnknown = Callable[[str, str | None], str | None]
 T = TypeVar("T")
 
 
 def rewrite_arguments(
-    arguments: Sequence[str],
-    kinds: Mapping[str, ArgumentKind],
-    positional: str | None,
-    explain_unknown: Callable[[str, str | None], str | None],
+    arguments: Sequence[str], kinds: Mapping[str, ArgumentKind], positional: str | None, explain_unknown: ExplainUnknown
 ) -> list[str]:
     """Rewrite a command line into the form that typer reads; a ConfigError names what is wrong.
 
@@ -114,19 +112,11 @@ def rewrite_arguments(
         argument, following = arguments[index], arguments[index + 1 :]
         num_values = 0
         if argument.startswith("--") and argument != "--":
-            name, joined_values = _split_option(argument)
-            kind = _kind_of_argument(name, kinds)
-            num_values = _num_values(kind, following, is_joined=bool(joined_values))
-            values = [*joined_values, *following[:num_values]]
-            if kind == "unknown":
-                problem = explain_unknown(name, " ".join(values) if values else None)
-                if problem is not None:
-                    problems.append(problem)
-            else:
-                try:
-                    result += _option_words(name, kind, values, is_joined=bool(joined_values))
-                except ValueError as error:
-                    problems.append(f"{name}: {error}")
+            num_values = _num_values(argument, following, kinds)
+            try:
+                result += _rewrite_option(argument, following[:num_values], kinds, explain_unknown)
+            except ValueError as error:
+                problems.append(str(error))
         elif argument.startswith("-"):
             result.append(argument)
         elif positional is not None:
@@ -137,6 +127,21 @@ def rewrite_arguments(
     if problems:
         raise ConfigError.from_problems(problems)
     return result
+
+
+def _rewrite_option(
+    argument: str, values: Sequence[str], kinds: Mapping[str, ArgumentKind], explain_unknown: ExplainUnknown
+) -> list[str]:
+    """Return the words for typer that give an option the values after it; the ValueError is the error message."""
+    name, joined_values = _split_option(argument)
+    kind = _kind_of_argument(name, kinds)
+    values = [*joined_values, *values]
+    if kind != "unknown":
+        return _option_words(name, kind, values, is_joined=bool(joined_values))
+    problem = explain_unknown(name, " ".join(values) if values else None)
+    if problem is not None:
+        raise ValueError(problem)
+    return []
 
 
 def _split_option(argument: str) -> tuple[str, list[str]]:
@@ -155,11 +160,13 @@ def _kind_of_argument(name: str, kinds: Mapping[str, ArgumentKind]) -> str:
     return "verbatim" if name == "--help" or positive_kind == "flag" else "unknown"
 
 
-def _num_values(kind: str, following: Sequence[str], *, is_joined: bool) -> int:
-    """Return how many of the following arguments are values of an option; ``is_joined``: ``--name=value``."""
+def _num_values(argument: str, following: Sequence[str], kinds: Mapping[str, ArgumentKind]) -> int:
+    """Return how many of the following arguments are values of an option."""
+    name, joined_values = _split_option(argument)
+    kind = _kind_of_argument(name, kinds)
     if kind in ("list", "unknown"):
         return sum(1 for _ in itertools.takewhile(lambda word: not word.startswith("--"), following))
-    if is_joined or not following:
+    if joined_values or not following:
         return 0
     is_value_of_flag = kind in ("flag", "switch", "valued flag") and _is_flag_value(following[0], kind)
     return 1 if kind == "single" or is_value_of_flag else 0
@@ -184,7 +191,7 @@ def _flag_words(name: str, kind: str, value: str) -> list[str]:
     if value.lower() in TRUE_WORDS:
         return [name]
     if value.lower() not in FALSE_WORDS:
-        raise ValueError(f"{value!r} is neither true nor false")
+        raise ValueError(f"{name}: {value!r} is neither true nor false")
     return ["--no-" + name.removeprefix("--")] if kind == "flag" else []
 
 

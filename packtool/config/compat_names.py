@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Literal, cast, get_args
@@ -87,19 +88,23 @@ def find_compat_name(name: str, command: str) -> CompatName | None:
         applies = entry.command in (EVERY_COMMAND, command) and not entry.is_variable
         if applies and entry.status != "same":
             entry_of_tool.setdefault(entry.tool, entry)
-    # Tools with the same explanation become one entry, which names all of them.
-    meanings: dict[tuple[str, str, str], CompatName] = {}
-    for entry in entry_of_tool.values():
-        explanation = (entry.status, entry.options, entry.reason)
-        if explanation in meanings:
-            tools = f"{meanings[explanation].tool}, {entry.tool}"
-            entry = replace(meanings[explanation], tool=tools)
-        meanings[explanation] = entry
-    if not meanings:
+    if not entry_of_tool:
         return None
     status_order = get_args(Status)  # the most helpful explanations first
-    first, *others = sorted(meanings.values(), key=lambda entry: status_order.index(entry.status))
+    meanings = _join_tools(entry_of_tool.values())
+    first, *others = sorted(meanings, key=lambda entry: status_order.index(entry.status))
     return replace(first, other_meanings=tuple(others))
+
+
+def _join_tools(entries: Iterable[CompatName]) -> list[CompatName]:
+    """Replace the entries of tools with the same explanation by one entry, which names all of these tools."""
+    joined: dict[tuple[str, str, str], CompatName] = {}
+    for entry in entries:
+        explanation = (entry.status, entry.options, entry.reason)
+        if explanation in joined:
+            entry = replace(joined[explanation], tool=f"{joined[explanation].tool}, {entry.tool}")
+        joined[explanation] = entry
+    return list(joined.values())
 
 
 def in_our_unit(options: str, value: object) -> str:

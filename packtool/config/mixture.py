@@ -226,22 +226,29 @@ class Recipe:
 def unify_sources(recipe: Recipe) -> Recipe:
     """Give every stage the sources of all stages in the same order; those it does not train have ``is_taken=False``."""
     sources_of_stages = [_sources_by_key(stage) for stage in recipe.stages]
-    untaken_sources: dict[_SourceKey, SourceRecipe] = {}  # all sources, as in a stage that does not train them
-    problems = []
-    for stage_sources in sources_of_stages:
-        for key, source in stage_sources.items():
-            if key not in untaken_sources:
-                run_settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
-                untaken_sources[key] = SourceRecipe(path=source.path, is_taken=False, **run_settings)
-            for difference in _differences(untaken_sources[key], source):
-                problems.append(f"{recipe.place}, stages: {difference}: give it the same in all")
-    if problems:
-        raise ConfigError.from_problems(problems)
+    untaken_sources = _untaken_sources(sources_of_stages, recipe.place)
     stages = []
     for stage, stage_sources in zip(recipe.stages, sources_of_stages, strict=True):
         all_sources = [stage_sources.get(key, untaken) for key, untaken in untaken_sources.items()]
         stages.append(replace(stage, sources=tuple(all_sources)))
     return replace(recipe, sources=tuple(untaken_sources.values()), stages=tuple(stages))
+
+
+def _untaken_sources(
+    sources_of_stages: Sequence[Mapping[_SourceKey, SourceRecipe]], place: str
+) -> dict[_SourceKey, SourceRecipe]:
+    """Return the sources of all stages, as in a stage that does not train them; ConfigError if stages contradict."""
+    untaken_sources: dict[_SourceKey, SourceRecipe] = {}
+    problems = []
+    for key, source in [item for stage_sources in sources_of_stages for item in stage_sources.items()]:
+        if key not in untaken_sources:
+            run_settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
+            untaken_sources[key] = SourceRecipe(path=source.path, is_taken=False, **run_settings)
+        for difference in _differences(untaken_sources[key], source):
+            problems.append(f"{place}, stages: {difference}: give it the same in all")
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return untaken_sources
 
 
 def _differences(first: SourceRecipe, second: SourceRecipe) -> list[str]:
@@ -461,15 +468,11 @@ class _RecipeParser:
         if not isinstance(path, str) or not path:
             self.report(f"{key}.path", "the directory of a cache is missing")
             return None, None
-        unit = self.parse_weight_unit(value, key)
-        loss_weight = self.parse_number(value, "loss_weight", prefix)
-        weight = None
-        if unit is not None:  # it is also the key of the weight
-            weight = self.parse_number(value, unit, prefix)
+        unit = self.parse_weight_unit(value, key)  # it is also the key of the weight
         source = SourceRecipe(
             path=path,
-            weight=weight,
-            loss_weight=1.0 if loss_weight is None else loss_weight,
+            loss_weight=self.parse_number(value, "loss_weight", prefix) or 1.0,
+            weight=None if unit is None else self.parse_number(value, unit, prefix),
             min_length=self.parse_length(value, "min_length", prefix),
             max_length=self.parse_length(value, "max_length", prefix),
             media_limits=self.parse_media_limits(value, prefix),

@@ -161,6 +161,7 @@ COMMON, LAST = PANELS[0], PANELS[-1]
 
 
 T = TypeVar("T")
+DescribeUnknown = Callable[[str, Any], str | None]
 REQUIRED: Any = MISSING
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -286,7 +287,7 @@ def resolve(
     sets: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     file: Mapping[str, Any] | None = None,
-    describe_unknown: Callable[[str, Any], str | None] | None = None,
+    describe_unknown: DescribeUnknown | None = None,
     warn: Callable[[str], None] = lambda _: None,
     source_problems: Sequence[str] = (),
 ) -> T:
@@ -304,9 +305,29 @@ def resolve(
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
+    entries = _collect_values(fields, flags, sets, environ or {}, file or {}, problems)
+    values = _convert_values(cls, entries, describe_unknown, problems)
+    given_names = {_field_name(key, fields) for _, key, _ in entries}
+    for name, field in fields.items():
+        if is_required(field) and name not in given_names:
+            problems.append(f"{flag(name)} is missing: {field.metadata['help']}")
+    if problems:
+        raise ConfigError.from_problems([*source_problems, *problems])
+
+    config = _checked_settings(cls, values, source_problems)
+    for name in values:
+        if fields[name].metadata["needs"]:
+            _warn_without_effect(fields[name], config, warn)
+    return config
+
+
+def _convert_values(
+    cls: type[T], entries: Sequence[tuple[str, str, Any]], describe_unknown: DescribeUnknown | None, problems: list[str]
+) -> dict[str, Any]:
+    """Convert (origin, key, value) entries to values by setting; messages about invalid ones go to ``problems``."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    given_names = set[str]()
-    for origin, key, raw in _collect_values(fields, flags, sets, environ or {}, file or {}, problems):
+    for origin, key, raw in entries:
         name = _field_name(key, fields)
         if name not in fields:
             message: str | None = f"unknown setting {key!r}{did_you_mean(name, fields)}"
@@ -315,7 +336,7 @@ def resolve(
             if message is not None:
                 problems.append(message if origin == key else f"{origin}: {message}")
             continue
-        given_names.add(name)
+
         try:
             value = _convert(raw, declared_type(fields[name], cls))
             _check_bounds(value, fields[name])
@@ -325,16 +346,7 @@ def resolve(
         if isinstance(value, dict):  # mappings from several sources are merged
             value = {**values.get(name, {}), **value}
         values[name] = value
-    for name, field in fields.items():
-        if is_required(field) and name not in given_names:
-            problems.append(f"{flag(name)} is missing: {field.metadata['help']}")
-    if problems:
-        raise ConfigError.from_problems([*source_problems, *problems])
-    config = _checked_settings(cls, values, source_problems)
-    for name in values:
-        if fields[name].metadata["needs"]:
-            _warn_without_effect(fields[name], config, warn)
-    return config
+    return values
 
 
 def _warn_without_effect(field: dataclasses.Field[Any], config: object, warn: Callable[[str], None]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -173,6 +174,12 @@ class EncodedRow(list[EncodedSample]):
 def left_out_of(samples: list[EncodedSample]) -> tuple[Dropped, ...]:
     """Return why other samples of the same row are dropped; empty unless the samples are an ``EncodedRow``."""
     return samples.left_out if isinstance(samples, EncodedRow) else ()
+
+
+def media_fields(media: Sequence[EncodedImage | EncodedVideo | EncodedAudio]) -> dict[str, Any]:
+    """Return media, in order, as the fields ``images``, ``videos`` and ``audios`` of a sample."""
+    types = {"images": EncodedImage, "videos": EncodedVideo, "audios": EncodedAudio}
+    return {name: tuple([medium for medium in media if isinstance(medium, cls)]) for name, cls in types.items()}
 
 
 def files_of(medium: EncodedImage | EncodedVideo | EncodedAudio) -> list[tuple[str | None, bytes | None]]:

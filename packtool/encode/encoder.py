@@ -37,7 +37,7 @@ from packtool.encode.media_spans import (
 )
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
-from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
+from packtool.encode.row_parts import RowSplitter, join_results
 from packtool.encode.targets import LocatedTurn, TurnChunks, TurnFinder, infer_turn_finder, is_trained, locate_texts
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
@@ -80,21 +80,24 @@ class Encoder:
         self._media = media or media_encoding(files, spec)
         self.limits = self._media.limits
         self.media_tokens = MediaTokens.of(files.config)
-        self._tokenizer = _load_tokenizer(files)
-        self._vocabulary, self._template, self._turn_finder = _load_template(files, self._tokenizer, self._media)
-        _check_control_tokens(spec.model, self._media, self._vocabulary)
-        self._chunk_tokenizer = ChunkTokenizer(self._tokenizer, self._vocabulary)
+        self._load_tokenizer_and_template(files)
         self._is_hybrid_thinking = files.is_hybrid_thinking
         self._has_template_kwargs = bool(files.chat_template_kwargs)
-        self._start_of_text = _start_of_text(self._tokenizer, files)
-        self._end_of_text = files.template_variables.get("eos_token", "")
         self.warnings = (*self._media.warnings, *files.option_warnings(spec))
         self._templates_by_row_kwargs: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by the row's kwargs in JSON
         self._ids_by_header: dict[tuple[str, str], array[int]] = {}
         self._cached_measure = lru_cache(_MAX_REMEMBERED_MEDIA)(self._measure_with_policy)
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
-        expand_turns = expansion_of(spec.expand_turns, files)
-        self._row_splitter = RowSplitter(expand_turns, spec.loss_scale, self._template_of, self._render_chunks)
+        self._row_splitter = RowSplitter(spec, files, self._template_of, self._render_chunks)
+
+    def _load_tokenizer_and_template(self, files: ModelFiles) -> None:
+        """Load the tokenizer and the chat template; ConfigError if they do not belong to the model."""
+        self._tokenizer = _load_tokenizer(files)
+        self._vocabulary, self._template, self._turn_finder = _load_template(files, self._tokenizer, self._media)
+        _check_control_tokens(self.spec.model, self._media, self._vocabulary)
+        self._chunk_tokenizer = ChunkTokenizer(self._tokenizer, self._vocabulary)
+        self._start_of_text = _start_of_text(self._tokenizer, files)
+        self._end_of_text = files.template_variables.get("eos_token", "")
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode samples: return for each, in order, its encoded samples, or the reason why it is dropped.
@@ -372,23 +375,19 @@ class Encoder:
 
         The dict maps each token, by its index in ``tokens.ids``, to the index of its first character in the text.
         """
-        joined_text = ""
+        turn_text = ""
         first_chars: dict[int, int] = {}
-        _, turn_end = turn.span
-        for chunk_index in range(turn.first_chunk, turn.last_chunk + 1):
-            chunk = tokens.chunks[chunk_index]
-            text_start = tokens.text_starts[chunk_index]
+        for chunk, text_start in _chunks_of_turn(tokens, turn):
             if chunk.control:
-                first_control = text_start - chunk.num_controls  # the tokens of a medium are repeated
-                for token_index in range(first_control, text_start):
-                    first_chars[token_index] = len(joined_text)
-                joined_text += chunk.control  # only once
-            if text_start < turn_end:  # the control token that ends a turn is before the text of its chunk
-                offsets = self._chunk_tokenizer.offsets(chunk.text)
-                for token_index, (first_char, _) in enumerate(offsets, start=text_start):
-                    first_chars[token_index] = len(joined_text) + first_char
-                joined_text += chunk.text
-        return joined_text, first_chars
+                control_tokens = range(text_start - chunk.num_controls, text_start)
+                first_chars |= dict.fromkeys(control_tokens, len(turn_text))
+                turn_text += chunk.control  # once, even if a medium repeats it
+
+            offsets = self._chunk_tokenizer.offsets(chunk.text) if chunk.text else []
+            for token, (first_char, _) in enumerate(offsets, start=text_start):
+                first_chars[token] = len(turn_text) + first_char
+            turn_text += chunk.text
+        return turn_text, first_chars
 
     def encode_text(self, text: str) -> IntArray:
         """Return the token ids of a text without a chat template, (L,); control tokens in it are plain text."""
@@ -437,6 +436,16 @@ class Encoder:
         if ids[: len(header_ids)] == header_ids:  # fast path for nearly all turns
             return len(header_ids)
         return common_prefix_length(header_ids, ids)
+
+
+def _chunks_of_turn(tokens: JoinedTokens, turn: LocatedTurn) -> list[tuple[Chunk, int]]:
+    """Return each chunk of a turn with the token at which its text begins; the text after the turn is left out."""
+    chunks = tokens.chunks[turn.first_chunk : turn.last_chunk + 1]
+    text_starts = tokens.text_starts[turn.first_chunk : turn.last_chunk + 1]
+    _, turn_end = turn.span
+    if text_starts[-1] == turn_end:  # the control token of the last chunk ends the turn
+        chunks[-1] = chunks[-1]._replace(text="")
+    return list(zip(chunks, text_starts, strict=True))
 
 
 def _turn_borders(turns: Sequence[LocatedTurn]) -> IntArray:

@@ -50,12 +50,7 @@ _TOOL_NAMES = ("Name:", "Action:", "ACTION:", "Tool:", "Command", "Arguments:", 
 _KEYWORDS: dict[str, dict[str, tuple[float, float]]] = {
     "react": _REACT,
     "alpha_umi": {**_REACT, "Next:": (2.0, 2.0)},
-    "qwen": {
-        "✿FUNCTION✿:": (2.0, 2.0),
-        "✿ARGS✿:": (2.0, 2.0),
-        "✿RETURN✿:": (1.0, 1.0),
-        "✿RESULT✿:": (2.0, 0.0),
-    },
+    "qwen": {"✿FUNCTION✿:": (2.0, 2.0), "✿ARGS✿:": (2.0, 2.0), "✿RETURN✿:": (1.0, 1.0), "✿RESULT✿:": (2.0, 0.0)},
     "agentflan": {**_REACT, **dict.fromkeys(_TOOL_NAMES, (1.0, 3.0))},
 }
 # The longest first, for "Action Input:" must not match "Action".

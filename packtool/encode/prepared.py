@@ -36,12 +36,7 @@ class PreparedRows:
     """Splits rows that another tool has tokenized into samples; ``num_ids`` is the tokenizer's maximum id plus 1."""
 
     def __init__(
-        self,
-        spec: EncodeSpec,
-        media: MediaEncoding,
-        tokens: MediaTokens,
-        control_ids: Mapping[str, int],
-        num_ids: int,
+        self, spec: EncodeSpec, media: MediaEncoding, tokens: MediaTokens, control_ids: Mapping[str, int], num_ids: int
     ) -> None:
         self._spec, self._media, self._tokens, self._num_ids = spec, media, tokens, num_ids
         self._control_ids = {token: control_ids[token] for token in media.control_tokens}
@@ -54,21 +49,14 @@ class PreparedRows:
         loss_base = self._loss_base(row)
         self._check_ids(tokens.ids)
         _check_unchanged(tokens, media)
-        ids = tokens.ids.astype(np.int32)
-        spans = self._locate_media(ids, media)
-        borders = [*tokens.starts.tolist(), len(ids)]  # where the packed samples begin and end
+        spans = self._locate_media(tokens.ids.astype(np.int32), media)
+        borders = [*tokens.starts.tolist(), len(tokens.ids)]  # where the packed samples begin and end
         _check_within_borders(spans, borders)
-        is_trained = np.ones(len(ids), bool) if tokens.trained is None else tokens.trained
         channels = tokens.channels or [row.channel] * len(tokens.starts)
-        samples = []
-        for (start, stop), channel in zip(pairwise(borders), channels, strict=True):
-            row_weights = None if tokens.weights is None else tokens.weights[start:stop]
-            turns = _runs(is_trained[start:stop])
-            weights = _target_weights(is_trained[start:stop], row_weights, turns, loss_base)
-            sample_spans = [span.moved(-start) for span in spans if start <= span.start < stop]
-            sample = replace(row, channel=channel)
-            samples.append(Tokenized(sample, ids[start:stop], turns=turns, spans=sample_spans, weights=weights))
-        return samples
+        return [
+            _cut_sample(replace(row, channel=channel), slice(start, stop), spans, loss_base)
+            for (start, stop), channel in zip(pairwise(borders), channels, strict=True)
+        ]
 
     def _loss_base(self, sample: Sample) -> Base:
         """Return the base of a row's loss scale; raise RowProblem for rules, which need the text of answers."""
@@ -141,9 +129,7 @@ class PreparedRows:
     def _needed_pads(self, sample: EncodedSample, kind: MediaKind) -> list[int]:
         """Return the numbers of placeholder tokens of all media that have the same placeholder token as a kind."""
         pads = self._tokens.pads
-        kinds = [kind]
-        if kind in pads:
-            kinds = [each for each in MEDIA_KINDS if pads.get(each) == pads[kind]]
+        kinds = [each for each in MEDIA_KINDS if each == kind or pads.get(each) == pads.get(kind, -1)]
         needed: list[int] = []
         for each in kinds:
             needed += [medium.num_tokens for medium in getattr(sample, f"{each}s")]
@@ -215,6 +201,19 @@ def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium
                 if row_size is not None and size is not None and list(np.ravel(size)) != list(np.ravel(row_size)):
                     detail = f"{kind} {number} has {key} {size}, and the row was prepared with {shown(row_size)}"
                     raise RowProblem("media_changed", f"{detail}: {_PREPARED_LIMITS}")
+
+
+def _cut_sample(row: Sample, part: slice, spans: Sequence[MediumSpan], loss_base: Base) -> Tokenized:
+    """Return the tokens ``part`` of a row as a sample; ``spans`` are those of all media in the row."""
+    tokens = row.tokens
+    assert tokens is not None, "the row was tokenized elsewhere"
+    ids = tokens.ids[part].astype(np.int32)
+    is_trained = np.ones(len(ids), bool) if tokens.trained is None else tokens.trained[part]
+    row_weights = None if tokens.weights is None else tokens.weights[part]
+    turns = _runs(is_trained)
+    weights = _target_weights(is_trained, row_weights, turns, loss_base)
+    sample_spans = [span.moved(-part.start) for span in spans if part.start <= span.start < part.stop]
+    return Tokenized(row, ids, turns=turns, spans=sample_spans, weights=weights)
 
 
 def _runs(is_trained: npt.NDArray[np.bool_]) -> IntArray:

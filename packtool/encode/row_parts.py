@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from packtool.config.data import ExpandTurns
+from packtool.config.data import EncodeSpec, ExpandTurns
 from packtool.constants import MEDIA_MARKS
 from packtool.encode.encoded import EncodedRow, EncodedSample
 from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, LossScale, parse_loss_scale
@@ -43,20 +43,19 @@ class RowSplitter:
     """Splits rows into samples.
 
     Args:
-        expand_turns: as resolved by ``expansion_of``.
-        loss_scale: of samples without one of their own.
+        spec: its ``loss_scale`` is that of samples without one of their own.
         template_of: returns the template and the turn finder for a sample, or raises RowProblem.
         render: renders a conversation, or raises RowProblem.
     """
 
     def __init__(
         self,
-        expand_turns: ExpandTurns,
-        loss_scale: str,
+        spec: EncodeSpec,
+        files: ModelFiles,
         template_of: Callable[[Sample], tuple[ChatTemplate, TurnFinder]],
         render: Callable[[Sample], list[Chunk]],
     ) -> None:
-        self._expand_turns, self._loss_scale = expand_turns, loss_scale
+        self._expand_turns, self._loss_scale = expansion_of(spec.expand_turns, files), spec.loss_scale
         self._template_of, self._render = template_of, render
 
     def split(self, sample: Sample) -> list[Sample]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from packtool.config.data import EncodeSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
+from packtool.encode.encoded import EncodedSample, IntArray, media_fields
 from packtool.encode.media_spans import MediumSpan
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
@@ -204,35 +204,42 @@ def _split(item: Tokenized, max_length: int) -> list[EncodedSample] | Dropped:
 
 def _make_sample(item: Tokenized) -> EncodedSample | None:
     """Return the sample with its labels, None if no token is a target."""
-    sample, ids, weights = item.sample, item.ids, item.weights
-    labels = _labels_of_turns(item) if weights is None else np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
-    for span in item.spans:  # media are no targets
-        labels[span.start : span.stop] = IGNORE_INDEX
-    if item.num_removed:  # then the first token may be inside a turn, but nothing predicts it
-        labels[:1] = IGNORE_INDEX
+    sample = item.sample
+    labels = _labels(item)
     if not _has_target(item, labels):
         return None
-    loss_scale = None
-    if weights is not None:
-        is_target = labels >= 0  # IGNORE_INDEX is negative
-        if (weights[is_target] != 1).any():
-            loss_scale = np.where(is_target, weights, np.float32(0))
-    media = [span.medium for span in item.spans]
     return EncodedSample(
-        input_ids=ids,
+        input_ids=item.ids,
         labels=labels,
         turns=item.turns,
-        images=tuple(medium for medium in media if isinstance(medium, EncodedImage)),
-        videos=tuple(medium for medium in media if isinstance(medium, EncodedVideo)),
-        audios=tuple(medium for medium in media if isinstance(medium, EncodedAudio)),
         channel=sample.channel,
         source=sample.source,
         row=sample.row,
         num_truncated=min(item.num_removed, _MAX_REMOVED),
-        loss_scale=loss_scale,
+        loss_scale=None if item.weights is None else _target_weights(labels, item.weights),
         part=sample.part,
         borders=item.borders,
+        **media_fields([span.medium for span in item.spans]),
     )
+
+
+def _labels(item: Tokenized) -> IntArray:
+    """Return the label of each token, int32 (L,)."""
+    if item.weights is None:
+        labels = _labels_of_turns(item)
+    else:
+        labels = np.where(item.weights > 0, item.ids, np.int32(IGNORE_INDEX))
+    for span in item.spans:  # media are no targets
+        labels[span.start : span.stop] = IGNORE_INDEX
+    if item.num_removed:  # then the first token may be inside a turn, but nothing predicts it
+        labels[:1] = IGNORE_INDEX
+    return labels
+
+
+def _target_weights(labels: IntArray, weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
+    """Return the weights of targets, and 0 for other tokens, float32 (L,); None if all targets weigh 1."""
+    is_target = labels >= 0  # IGNORE_INDEX is negative
+    return np.where(is_target, weights, np.float32(0)) if (weights[is_target] != 1).any() else None
 
 
 def _labels_of_turns(item: Tokenized) -> IntArray:

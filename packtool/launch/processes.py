@@ -208,8 +208,6 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
         return False
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-    attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     rank = environ.get("RANK", "")
     try:
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
@@ -218,10 +216,16 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
         timeout = timedelta(seconds=_STORE_SECONDS)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         # Set the key to this rank if it is new; the result is the rank that set it first.
-        first_rank = store.compare_set(key, "", rank)
+        first_rank = store.compare_set(_message_key(message, environ), "", rank)
         return bool(first_rank != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):
         return False  # better printed twice than never
+
+
+def _message_key(message: str, environ: Mapping[str, str]) -> str:
+    """Return the key of a message in torchrun's store; after a restart, messages are printed again."""
+    attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
 
 
 @contextlib.contextmanager

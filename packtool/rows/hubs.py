@@ -39,12 +39,9 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
     """
     import datasets  # here, because it takes a second and most exports do not need it
 
-    dataset_id = name
-    if not os.path.isdir(name):
-        dataset_id, *names = name.split(":")
-        subset = (names[0] if names else "") or subset
-        split = (names[1] if len(names) > 1 else "") or split
-    split = split or "train"
+    parts = [name] if os.path.isdir(name) else name.split(":")
+    dataset_id, subset_in_name, split_in_name, *_ = (*parts, "", "")
+    subset, split = subset_in_name or subset, split_in_name or split or "train"
     try:
         dataset = datasets.load_dataset(dataset_id, subset, split=split, data_dir=folder)
     except Exception as error:  # of the hub, the network, or the code that reads the dataset

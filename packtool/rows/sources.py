@@ -86,12 +86,12 @@ class DatasetInfo:
 
 def _columns_of_entry(entry: Mapping[str, Any]) -> Pairs:
     """Return (packtool's name, the file's name) for the ``columns`` of an entry, which use LLaMA-Factory's names."""
-    columns = dict(_mapping(entry, "columns"))
-    has_messages = entry.get("formatting") == "sharegpt" or "messages" in columns
-    if has_messages or not columns.keys() & {"prompt", "query", "response"}:
+    columns, formatting = _mapping(entry, "columns"), entry.get("formatting")
+    has_messages = formatting == "sharegpt" or "messages" in columns
+    # "query" without "prompt" has packtool's meaning.
+    has_query = "prompt" not in columns and "query" in columns and formatting != "alpaca"
+    if has_messages or has_query or not columns.keys() & {"prompt", "query", "response"}:
         return tuple(columns.items())
-    if "prompt" not in columns and "query" in columns and entry.get("formatting") != "alpaca":
-        return tuple(columns.items())  # "query" without "prompt" has packtool's meaning
     named = {_ALPACA_COLUMNS.get(name, name): column for name, column in columns.items()}
     # As in LLaMA-Factory, a column "input" is ignored unless the entry names it.
     return tuple({"input": "", **named}.items())
@@ -208,9 +208,7 @@ def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSp
     ``#1000``, ``#20%`` or ``#2.5x`` at its end, that number, fraction or multiple of its rows is drawn; ``#first1000``
     and ``#first20%`` take the first ones. Folders and patterns skip ``config.output_dir``, caches and training runs.
     """
-    info = None
-    if config.dataset_info:
-        info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False)
+    info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False) if config.dataset_info else None
     common = _common_spec(config)
     if held_out:
         arguments = [(name, "--check-against", TRAIN_SPLIT) for name in config.check_against]

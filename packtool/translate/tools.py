@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,20 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
     _ms_swift_batches(translation, values, environ)
 
 
+def _count(translation: Translation, values: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """Return a number of samples, steps or processes, at least 1."""
+    return max(1, int(translation.number(name, values.get(name), default)))
+
+
 def _ms_swift_batches(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Keep ms-swift's number of samples per step, which is at least 16 by default."""
-
-    def count(name: str, default: int) -> int:
-        return max(1, int(translation.number(name, values.get(name), default)))
-
+    count = partial(_count, translation, values)
     sizes = [environ.get(name, "") for name in ("NPROC_PER_NODE", "NNODES")]
     num_processes = math.prod(max(int(size), 1) for size in sizes if size.isdigit())
-    batch_size = count("per_device_train_batch_size", 1)
+    batch_size = count("per_device_train_batch_size")
     default_steps = math.ceil(16 / batch_size / num_processes)
     accumulation_steps = count("gradient_accumulation_steps", default_steps)
-    sequence_parallel_size = count("sequence_parallel_size", 1)
+    sequence_parallel_size = count("sequence_parallel_size")
     if sequence_parallel_size > 1 and not is_true(values.get("packing")):
         # packtool needs packs here; ``samples_per_step`` keeps the size of a step.
         for name in ("packing", "per_device_train_batch_size", "gradient_accumulation_steps"):
@@ -157,11 +160,9 @@ def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> No
         low, high = _processor_bounds(translation.source.model_directory, kind, template)
         value = values.pop(name, None)
         pixels = min(max(int(translation.number(name, value, default)), low), high)
-        needs_option = bound == "max" or pixels > low
-        if needs_option and value is None:
-            translation.default(option, pixels, name)
-        elif needs_option:
-            translation.set(option, pixels, name)
+        if bound == "max" or pixels > low:
+            set_option = translation.default if value is None else translation.set
+            set_option(option, pixels, name)
         elif value is not None:
             translation.omitted.append((name, "the model's processor enlarges to its own minimum, which is larger"))
     translation.default("fps_min_frames", 2, "an even number of frames")
@@ -231,16 +232,13 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
 
 def _axolotl_sizes(translation: Translation, values: dict[str, Any]) -> None:
     """Translate ``batch_size``, the samples per step of a process, and processes that divide each matrix."""
-
-    def size(name: str) -> int:
-        return int(translation.number(name, values.get(name), 1)) or 1
-
+    count = partial(_count, translation, values)
     if values.get("batch_size") is not None and not values.get("gradient_accumulation_steps"):
-        accumulation_steps = max(1, size("batch_size") // size("micro_batch_size"))
+        accumulation_steps = max(1, count("batch_size") // count("micro_batch_size"))
         translation.set("gradient_accumulation_steps", accumulation_steps, "batch_size / micro_batch_size")
     values.pop("batch_size", None)
-    if size("tensor_parallel_size") > 1:  # the same batches as with processes that divide sequences
-        values["tensor_parallel_size"] = size("tensor_parallel_size") * size("context_parallel_size")
+    if count("tensor_parallel_size") > 1:  # the same batches as with processes that divide sequences
+        values["tensor_parallel_size"] = count("tensor_parallel_size") * count("context_parallel_size")
         values.pop("context_parallel_size", None)
 
 

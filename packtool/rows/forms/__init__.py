@@ -22,7 +22,7 @@ from packtool.rows.forms.messages import ALPACA, MESSAGES, QUERY, TEXT, RowForm,
 from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.prepared import PREPARED, TOKENS
 from packtool.rows.forms.segments import SEGMENTS, Segments, formatted_prompt
-from packtool.rows.sample import PreparedTokens, Response, Sample, Turn, unexpected_drop
+from packtool.rows.sample import MediaKind, MediaRef, PreparedTokens, Response, Sample, Turn, unexpected_drop
 from packtool.rows.source import Pairs, Source
 
 __all__ = ["FORMS", "RowProblem", "check_first_rows", "detect", "to_sample"]
@@ -86,10 +86,9 @@ def _named_columns(named: Pairs, file_columns: Sequence[str], where: str) -> dic
         if name not in NAMES:
             message = f"--columns {name}={column}: unknown column name {name!r}{did_you_mean(name, NAMES)}"
             raise DataError(message, f"Known names are {', '.join(NAMES)}.")
-        alternatives = [other for other_name, other in pairs if other_name == name]
         if column == "" or column in file_columns:
             columns.setdefault(name, column)
-        elif not any(other in file_columns for other in alternatives):
+        elif not any(other_name == name and other in file_columns for other_name, other in pairs):
             raise DataError(
                 f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
                 f"{did_you_mean(column, file_columns)}; its columns are: {listed(file_columns)}",
@@ -109,10 +108,7 @@ def _in_order(pair: tuple[str, str], file_columns: Sequence[str]) -> tuple[str, 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     """Convert row ``number`` (0-based) to a sample, by the form of its source or, if unknown, by the row's own form."""
-    form_name, columns = source.form, source.columns
-    if form_name is None:
-        form_name, columns = _form_of_row(row, source)
-    form = FORMS[form_name]
+    form, columns = _form_and_columns(row, source)
     fields = Fields(row, columns)
     inline = InlineMedia(source)  # the media of messages, added as these are read
     content = formatted_prompt(form, fields, inline, source.prompt_format)
@@ -125,8 +121,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     if isinstance(content, Segments):
         common |= {"control": content.control, "ends_text": content.ends_text}
         return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
-    is_pretraining_text = _is_pretraining_text(content, fields) and common["tools"] is None
-    is_text = form is TEXT or is_pretraining_text
+    is_text = form is TEXT or (common["tools"] is None and _is_pretraining_text(content, fields))
     return _sample_of_turns(content, fields, inline, common, is_text=is_text)
 
 
@@ -136,24 +131,23 @@ def _is_pretraining_text(turns: Sequence[Turn], fields: Fields) -> bool:
     return is_single_answer and fields.get("system") is None
 
 
-def _form_of_row(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:
-    """Detect the form and the columns of a single row of a source whose rows have no common form."""
+def _form_and_columns(row: Mapping[str, Any], source: Source) -> tuple[RowForm, Pairs]:
+    """Return form and columns of a source's rows, or if these have no common form, of the row alone."""
+    if source.form is not None:
+        return FORMS[source.form], source.columns
     try:
-        return detect([row], source.columns, None, "the row")
+        form_name, columns = detect([row], source.columns, None, "the row")
     except DataError as error:
         raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
+    return FORMS[form_name], columns
 
 
 def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedia, common: Mapping[str, Any]) -> Sample:
     """Return a row that another tool has tokenized; ``common``: fields of ``Sample`` that all forms have."""
-    media = media_of(fields, inline)
-    channel = fields.get("channel") if tokens.channels is None else None  # else each sample of a pack has its own
     return Sample(
         turns=(),
-        images=media["image"],
-        videos=media["video"],
-        audios=media["audio"],
-        channel=None if channel is None else str(channel),
+        **_media_fields(media_of(fields, inline)),
+        channel=_channel(fields) if tokens.channels is None else None,  # else each sample of a pack has its own
         is_text=tokens.trained is None,
         tokens=tokens,
         **common,
@@ -173,15 +167,12 @@ def _sample_of_turns(
     turns, num_marks_added = with_marks(turns, media)
     questions = [] if is_text else [turn.content for turn in turns if turn.role == "user"]
     lone_mark = missing_kind(turns, questions, media, fields, file_holds_media=source.holds_media)
-    channel = fields.get("channel")
     all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
     return Sample(
         turns=tuple(turns),
-        images=media["image"],
-        channel=None if channel is None else str(channel),
+        **_media_fields(media),
+        channel=_channel(fields),
         num_marks_added=num_marks_added,
-        videos=media["video"],
-        audios=media["audio"],
         is_text=is_text,
         lone_mark=lone_mark,
         responses=responses,
@@ -189,6 +180,15 @@ def _sample_of_turns(
         chat_template_kwargs={} if is_text else _template_kwargs(fields),
         **common,
     )
+
+
+def _media_fields(media: Mapping[MediaKind, tuple[MediaRef, ...]]) -> dict[str, Any]:
+    return {f"{kind}s": refs for kind, refs in media.items()}
+
+
+def _channel(fields: Fields) -> str | None:
+    channel = fields.get("channel")
+    return None if channel is None else str(channel)
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:

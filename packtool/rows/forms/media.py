@@ -177,22 +177,26 @@ def _fps(value: Mapping[str, Any]) -> Any:
 
 def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[int, ...]:
     """Return the milliseconds of each frame of a video that is a list of frames; () if its object has no times."""
-    # Caches store times of listed frames as indexes at 1,000 frames per second, which are milliseconds.
-    if is_measured(value) and value.get("fps") == _MILLISECONDS_PER_SECOND:
-        times, factor = value.get("indices"), 1
-    else:
-        times, factor = value.get("seconds"), _MILLISECONDS_PER_SECOND
-        if times is not None and _fps(value) is not None:
-            raise RowProblem("invalid_seconds", f"{name} has both fps and seconds; give one of them")
-    if times is None:
-        return ()
-    if not ref.frames and not is_list(times):  # a video file, whose length is ``seconds``
+    times, milliseconds_per_unit = _frame_times(name, value)
+    is_length_of_file = not ref.frames and not is_list(times)
+    if times is None or is_length_of_file:
         return ()
     if not is_list(times) or len(times) != len(ref.frames):
         count = f"{len(times)} times" if is_list(times) else shown(times)
         raise RowProblem("invalid_seconds", f"{name} has {count} as seconds for {len(ref.frames)} listed frames")
-    _check_times(name, times, max_time=_MAX_SECONDS * _MILLISECONDS_PER_SECOND / factor)
-    return tuple(round(time * factor) for time in times)
+    _check_times(name, times, max_time=_MAX_SECONDS * _MILLISECONDS_PER_SECOND / milliseconds_per_unit)
+    return tuple(round(time * milliseconds_per_unit) for time in times)
+
+
+def _frame_times(name: str, value: Mapping[str, Any]) -> tuple[Any, int]:
+    """Return the times in the object of a video, unchecked, and the milliseconds of their unit; None without times."""
+    # Caches store times of listed frames as indexes at 1,000 frames per second, which are milliseconds.
+    if is_measured(value) and value.get("fps") == _MILLISECONDS_PER_SECOND:
+        return value.get("indices"), 1
+    seconds = value.get("seconds")
+    if seconds is not None and _fps(value) is not None:
+        raise RowProblem("invalid_seconds", f"{name} has both fps and seconds; give one of them")
+    return seconds, _MILLISECONDS_PER_SECOND
 
 
 def _check_times(name: str, times: Sequence[Any], max_time: float) -> None:
@@ -234,8 +238,7 @@ def _size_limit(name: str, key: str, value: Any) -> float:
     if number is None or number < 1:
         raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}; it must be a number of at least 1")
     if key.startswith("min_") and number > _MAX_MINIMUM:
-        detail = f"{name} has {shown(value)} as {key}; the maximum is {_MAX_MINIMUM:,}"
-        raise RowProblem("media_limits", detail)
+        raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}; the maximum is {_MAX_MINIMUM:,}")
     return number
 
 

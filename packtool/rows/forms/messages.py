@@ -115,20 +115,24 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
         content.text += inline.add(_MEDIA_TYPES[kind], _medium_of_part(label, kind, part))
     elif kind in ("thinking", "reasoning"):
         content.reasoning += _text_of_part(label, kind, _first_value(part, (kind, "value")))
-    elif kind == "tool_call":
+    elif kind in ("tool_call", "tool_use", "tool_result"):
+        _add_tool_part(content, label, part, inline)
+    elif kind != "redacted_thinking":  # this is encrypted, so it cannot be trained
+        raise RowProblem("invalid_content", f"{label} has a part of type {shown(kind)}; its keys are: {listed(part)}")
+
+
+def _add_tool_part(content: Content, label: str, part: Mapping[str, Any], inline: InlineMedia) -> None:
+    """Add the calls, or the result, in a part of a message to its content."""
+    kind = _type_of(part)
+    if kind == "tool_call":
         content.tool_calls += _calls_of_part(label, part)
-    elif kind == "redacted_thinking":
-        pass  # encrypted, so it cannot be trained
     elif kind == "tool_use":
         content.tool_calls.append(_call_of_tool_use(label, part))
-    elif kind == "tool_result":
+    else:
         result = _result_turn(label, part, inline)
         if content.text:  # the turn of the result comes before the message's own
             raise RowProblem("invalid_content", f"{label} has a tool_result after text; it must come before the text")
         content.results.append(result)
-    else:
-        detail = f"{label} has a part of type {shown(kind)}; its keys are: {listed(part)}"
-        raise RowProblem("invalid_content", detail)
 
 
 def _train_flag(label: str, part: Mapping[str, Any]) -> Any:
@@ -185,8 +189,6 @@ def _medium_of_part(label: str, part_type: str, part: Mapping[str, Any]) -> Any:
                 raise RowProblem("invalid_media", f"{label} has a part of type {part_type} without data")
             return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
         return {**limits, **value}
-    if isinstance(value, (list, tuple)) and kind == "video" and part.get("fps"):
-        return {**limits, "frames": value, "fps": part["fps"]}
     if limits and value:
         return {**limits, "path" if isinstance(value, str) else "frames": value}
     return value
@@ -331,8 +333,7 @@ def _turns_of_message(
     extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
     calls = _tool_calls(label, message)
     value = _first_value(message, tags.content_keys)
-    may_lack_content = bool(calls) or _has_reasoning(extra)
-    if value is None and may_lack_content:
+    if value is None and (calls or _has_reasoning(extra)):
         value = ""
     content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
     calls += content.tool_calls
@@ -343,24 +344,21 @@ def _turns_of_message(
     has_own_content = content.text or calls or _has_reasoning(extra)
     if content.results and not has_own_content:
         return content.results
-    loss, loss_scale = _loss(label, message)
-    loss_of_parts = _loss_of_parts(label, content)
-    if loss_of_parts is not None:
-        loss = loss_of_parts
-    return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
+    return [*content.results, Turn(role, content.text, extra, *_loss_of_content(label, message, content))]
 
 
 def _has_reasoning(extra: Mapping[str, Any]) -> bool:
     return any(key in extra for key in _REASONING_KEYS)
 
 
-def _loss_of_parts(label: str, content: Content) -> bool | None:
-    """Return the flag ``train`` of all text parts of a message; None if they have none."""
+def _loss_of_content(label: str, message: Mapping[str, Any], content: Content) -> tuple[bool | None, float | None]:
+    """Return the loss settings of a message; the flag ``train`` of its text parts takes precedence."""
+    loss, loss_scale = _loss(label, message)
     if len(content.trained) > 1:
         detail = f"{label} trains only a part of its texts ('train'); packtool trains or masks entire messages"
         raise RowProblem("invalid_row", f"{detail}: use segments, or one message for each part")
     flag = next(iter(content.trained), None)
-    return None if flag is None else bool(flag)
+    return (loss if flag is None else bool(flag)), loss_scale
 
 
 def _tool_calls(label: str, message: Mapping[str, Any]) -> list[Any]:

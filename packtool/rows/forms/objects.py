@@ -85,15 +85,21 @@ def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Ob
         _check_image(image_id, f"'image_id' {number} of 'objects'", num_images)
     if not boxes:  # the texts contain boxes as JSON, in this unit and of these images
         return Objects(tuple(names), unit=unit, images=tuple(image_ids))
-    image_ids = image_ids or [0] * len(boxes)
+    regions = _regions_of_boxes(boxes, image_ids or [0] * len(boxes), unit or _DEFAULT_UNIT, num_images)
+    return Objects(tuple(names), regions)
+
+
+def _regions_of_boxes(
+    boxes: Sequence[Any], image_ids: Sequence[int], unit: BboxType, num_images: int
+) -> tuple[tuple[Region, ...], ...]:
+    """Return the regions of each mark, from the lists ``bbox`` and ``image_id``."""
     if len(image_ids) != len(boxes):
         detail = f"'objects' has {len(boxes)} bbox but {len(image_ids)} image_id; write one image_id for each bbox"
         raise RowProblem("invalid_objects", detail)
-    regions = []  # of each mark
-    for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True)):
-        label = f"'bbox' {number} of 'objects'"
-        regions.append(_regions_of_mark(box, label, image_id, unit or _DEFAULT_UNIT, num_images))
-    return Objects(tuple(names), tuple(regions))
+    return tuple(
+        _regions_of_mark(box, f"'bbox' {number} of 'objects'", image_id, unit, num_images)
+        for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True))
+    )
 
 
 def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
@@ -101,27 +107,29 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
 
     If the turns have placeholders for names only, or for boxes only, the result has only these.
     """
-    names: list[str] = []
-    regions: list[tuple[Region, ...]] = []  # of each mark
-    for number, value in enumerate(values):
-        label = f"'objects' {number}"
-        if not isinstance(value, Mapping):
-            raise RowProblem("invalid_objects", f"{label} is {shown(value)}, not an object with caption and bbox")
-        image = value.get("image") or 0
-        _check_image(image, f"'image' of {label}", num_images)
-        caption = value.get("caption")
-        if caption is not None:  # an object may be a box only
-            _check_name(caption, f"'caption' of {label}")
-            names.append(caption)
-        unit = _unit(value.get("bbox_type")) or _DEFAULT_UNIT
-        regions.append(_regions_of_mark(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
+    items = [_read_list_item(value, f"'objects' {number}", num_images) for number, value in enumerate(values)]
+    names = tuple([name for name, _ in items if name is not None])
+    regions_of_marks = tuple([regions for _, regions in items])
     has_name_marks = _has_text_with(NAME_MARK, turns)
     has_box_marks = _has_text_with(BOX_MARK, turns)
     if has_box_marks and not has_name_marks:
-        return Objects(boxes=tuple(regions))
+        return Objects(boxes=regions_of_marks)
     if has_name_marks and not has_box_marks:
-        return Objects(tuple(names))
-    return Objects(tuple(names), tuple(regions))
+        return Objects(names)
+    return Objects(names, regions_of_marks)
+
+
+def _read_list_item(value: Any, label: str, num_images: int) -> tuple[str | None, tuple[Region, ...]]:
+    """Return the name, None if it has none, and the regions of an object in ms-swift's format before version 3."""
+    if not isinstance(value, Mapping):
+        raise RowProblem("invalid_objects", f"{label} is {shown(value)}, not an object with caption and bbox")
+    image = value.get("image") or 0
+    _check_image(image, f"'image' of {label}", num_images)
+    caption = value.get("caption")
+    if caption is not None:  # an object may be a box only
+        _check_name(caption, f"'caption' of {label}")
+    unit = _unit(value.get("bbox_type")) or _DEFAULT_UNIT
+    return caption, _regions_of_mark(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images)
 
 
 def _has_text_with(part: str, turns: Sequence[Turn]) -> bool:

@@ -54,13 +54,12 @@ def _read_tokens(fields: Fields, _: InlineMedia) -> PreparedTokens:
     weights = _weights(fields, len(ids))
     starts = np.flatnonzero(_starts_sample(is_first, kept))  # of the samples, as indexes into the kept tokens
     _check_padding(kept, starts)
-    sample_numbers = np.cumsum(is_first) - 1  # of each token of the row
     return PreparedTokens(
         ids=ids[kept],
         trained=None if trained is None else trained[kept],
         weights=None if weights is None else weights[kept],
         starts=starts,
-        channels=_channels(fields, sample_numbers[kept][starts], num_samples=int(is_first.sum())),
+        channels=_channels(fields, is_first, kept),
         measured=_measured_media(fields),
     )
 
@@ -106,23 +105,31 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
     ``kept`` is true for tokens that are not padding, bool (L,).
     """
     length = len(kept)
-    boundaries: dict[str, _Bools] = {}
-    for name in ("seq_lengths", "cu_seqlens", "seq_start_id"):
-        values = _column(fields, name, None)
-        if values is not None and len(values):
-            boundaries[name] = _mask_at(_sample_starts(name, values, length), length)
     kept_indices = np.flatnonzero(kept)
+    starts = _listed_starts(fields, length)
     if mask is not None and mask.max() > 1:  # it has the number of each token's sample, instead of 1
         no_sample = -1  # before the first token
         is_new_number = np.diff(mask[kept], prepend=no_sample) != 0
-        boundaries["attention_mask"] = _mask_at(kept_indices[is_new_number], length)
+        starts["attention_mask"] = kept_indices[is_new_number]
+
     restarts = _position_restarts(fields, kept_indices, length)
     if len(restarts) > 1:  # else the positions are those of a single sample
-        boundaries["position_ids"] = _mask_at(restarts, length)
-    if not boundaries:
+        starts["position_ids"] = restarts
+
+    if not starts:
         _refuse_unsupported_boundaries(fields)
-        boundaries[""] = _mask_at(kept_indices[:1], length)
-    return boundaries
+        starts[""] = kept_indices[:1]
+    return {name: _mask_at(indices, length) for name, indices in starts.items()}
+
+
+def _listed_starts(fields: Fields, length: int) -> dict[str, _Ints]:
+    """Return the first tokens of all samples, by column, for each column that lists them or the samples' lengths."""
+    starts = {}
+    for name in ("seq_lengths", "cu_seqlens", "seq_start_id"):
+        values = _column(fields, name, None)
+        if values is not None and len(values):
+            starts[name] = _sample_starts(name, values, length)
+    return starts
 
 
 def _sample_starts(name: str, values: _Ints, length: int) -> _Ints:
@@ -223,13 +230,15 @@ def _refuse_unsupported_boundaries(fields: Fields) -> None:
             raise RowProblem("unknown_boundaries", detail)
 
 
-def _channels(fields: Fields, kept_samples: _Ints, num_samples: int) -> tuple[str | None, ...] | None:
-    """Return the channels of the samples with these indexes in a pack; None if ``channel`` is not a list."""
+def _channels(fields: Fields, is_first: _Bools, kept: _Bools) -> tuple[str | None, ...] | None:
+    """Return the channels of the samples of a pack that have a kept token; None if ``channel`` is not a list."""
     channels = fields.get("channel")
     if not isinstance(channels, list):
         return None
+    num_samples = int(is_first.sum())
     if len(channels) != num_samples:
         raise RowProblem("invalid_tokens", f"'channel' has {len(channels):,} values for {num_samples:,} samples")
+    kept_samples = np.unique(np.cumsum(is_first)[kept]) - 1  # indexes of the samples
     return tuple(None if channels[i] is None else str(channels[i]) for i in kept_samples)
 
 

@@ -90,21 +90,25 @@ def formatted_prompt(
     if not prompt_format or form not in (ALPACA, QUERY):
         return None
     question_name, answer_name = ("instruction", "output") if form is ALPACA else ("query", "response")
-    question = fields.raw(question_name)
-    answer = fields.raw(answer_name)
+    question, answer = fields.raw(question_name), fields.raw(answer_name)
     if _is_conversation(question):  # keeps the chat template, as in TRL
         return None
     if fields.get("history") is not None:
         raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
-    texts = {"instruction": _text_of(question_name, question, inline), "input": ""}
-    if form is ALPACA:  # in the other form, a column named ``input`` is the question itself
-        texts["input"] = _text_of("input", fields.get("input"), inline)
-    texts["system"] = _text_of("system", fields.get("system"), inline)
+    texts = _texts_of_question(question_name, fields, inline)
     text_format = prompt_format[0] if texts["input"] else prompt_format[-1]
     prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
     turns = [Turn("user", prompt), Turn("assistant", _text_of(answer_name, answer, inline))]
     control_tokens = frozenset(_CONTROL.findall(text_format))
     return Segments(turns, control_tokens, ends_text=True)
+
+
+def _texts_of_question(question_name: str, fields: Fields, inline: InlineMedia) -> dict[str, str]:
+    """Return the texts of a question by their names in a prompt format."""
+    texts = {"instruction": _text_of(question_name, fields.raw(question_name), inline), "input": ""}
+    if question_name == "instruction":  # in the other form, a column named ``input`` is the question itself
+        texts["input"] = _text_of("input", fields.get("input"), inline)
+    return texts | {"system": _text_of("system", fields.get("system"), inline)}
 
 
 def _is_conversation(question: Any) -> bool:
