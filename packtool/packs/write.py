@@ -250,6 +250,22 @@ class PacksSummary:
     packing_length: int
     num_files: int
 
+    @classmethod
+    def of(cls, packing: _Packing, reader: CacheReader, config: PackConfig, num_files: int) -> PacksSummary:
+        """Count the samples and tokens of packs."""
+        samples = packing.samples
+        return cls(
+            output_dir=storage.normalize(config.output_dir),
+            format=config.format,
+            num_packs=len(packing.offsets) - 1,
+            num_samples=len(samples),
+            filtered=packing.num_filtered,
+            tokens=int(reader.index.length[samples].sum()),
+            target_tokens=int(reader.index.target_tokens[samples].sum()),
+            packing_length=packing.packing_length,
+            num_files=num_files,
+        )
+
 
 class _FileJob(NamedTuple):
     """One file to write: its name, the number of its first pack, and positions of each pack's samples."""
@@ -268,26 +284,15 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     _load_spec(config, reader.manifests[0])  # the spec is not used here, but an error is raised before packing
     packing = _pack_samples(config, reader)
-    samples = packing.samples
     if config.format == "megatron":
-        _check_no_media(samples, reader)
+        _check_no_media(packing.samples, reader)
     directory = storage.normalize(config.output_dir)
     _check_empty(directory)
     jobs = _divide_into_files(packing, config)
     files = _write_files(jobs, directory, config.dataset_num_proc, progress)
     if config.format == "energon":
         _write_energon_files(directory, config.split, files)
-    summary = PacksSummary(
-        output_dir=directory,
-        format=config.format,
-        num_packs=len(packing.offsets) - 1,
-        num_samples=len(samples),
-        filtered=packing.num_filtered,
-        tokens=int(reader.index.length[samples].sum()),
-        target_tokens=int(reader.index.target_tokens[samples].sum()),
-        packing_length=packing.packing_length,
-        num_files=len(files),
-    )
+    summary = PacksSummary.of(packing, reader, config, len(files))
     storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
     return summary
 

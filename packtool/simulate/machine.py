@@ -355,9 +355,8 @@ class Machine:
         exposed = np.zeros(len(sharded_tokens))
         for size in np.unique(schedule.micro_batch_num_devices).tolist():
             rows = schedule.row_num_devices == size
-            exposed[rows] = self.step_time(size).exposed_seconds(
-                sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
-            )
+            times = self.step_time(size)
+            exposed[rows] = times.exposed_seconds(sharded_tokens[rows], local_attention[rows], sharded_attention[rows])
         return exposed
 
     @property

@@ -138,26 +138,38 @@ class Outcome:
 
     def figures(self, baseline: Outcome) -> dict[str, Any]:
         """Return all figures by their names in JSON; times in seconds, memory in GB of 10^9 bytes."""
-        timing, machine = self.timing, self.options.machine
-        step_seconds = timing.step_seconds
-        imbalances = imbalance(timing.busy_seconds)  # of the steps
-        tokens_per_second = 1 / self.seconds_per_token
-        num_tokens_with_padding = int(timing.schedule.tokens.sum())
-        peak_flops = float(step_seconds.sum()) * machine.world_size * machine.hardware.peak
         return {
             "strategy": self.name,
             "title": self.title,
             "steps": self.num_steps,
             "sequences_per_step": self.num_sequences / self.num_steps,
             "tokens_per_step": self.num_tokens / self.num_steps,
+            **self._speed_figures(baseline),
+            **self._device_figures(),
+        }
+
+    def _speed_figures(self, baseline: Outcome) -> dict[str, float]:
+        """Return the seconds of steps, and the speed of the GPUs."""
+        step_seconds, machine = self.timing.step_seconds, self.options.machine
+        tokens_per_second = 1 / self.seconds_per_token
+        peak_flops = float(step_seconds.sum()) * machine.world_size * machine.hardware.peak
+        return {
             "step_seconds": float(step_seconds.mean()),
             "slowest_step_seconds": float(step_seconds.max()),
             "tokens_per_second_per_device": tokens_per_second / machine.world_size,
             "speedup": self.speedup_over(baseline),
             "mfu": float(self.flops_of_sequences.sum()) / peak_flops,
+        }
+
+    def _device_figures(self) -> dict[str, Any]:
+        """Return what the GPUs do with their time and memory."""
+        timing = self.timing
+        imbalances = imbalance(timing.busy_seconds)  # of the steps
+        num_tokens_with_padding = int(timing.schedule.tokens.sum())
+        return {
             "balance": float(imbalances.mean()),
             "worst_balance": float(imbalances.max()),
-            "communication_share": float(timing.communication_seconds.sum() / step_seconds.sum()),
+            "communication_share": float(timing.communication_seconds.sum() / timing.step_seconds.sum()),
             "shares": timing.shares,
             "local_share": self.local_share,
             "padding_share": 1 - self.num_tokens / num_tokens_with_padding,
@@ -278,14 +290,8 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
     model, sizes = _model_of(config.model, reader)
     _check_heads(config, sizes)
-    machine = Machine(
-        sizes=sizes,
-        hardware=read_hardware(config.hardware),
-        world_size=config.world_size,
-        recompute=config.gradient_checkpointing,
-        sequence_parallel_type=config.sequence_parallel_type,
-        zero_stage=config.zero_stage,
-    )
+    hardware, recompute = read_hardware(config.hardware), config.gradient_checkpointing
+    machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=recompute)
     options = _options(config, machine, model)
     lengths, targets, source = _lengths_and_targets(config, options, reader)
     begin = time.perf_counter()
@@ -295,17 +301,21 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         lengths, targets = lengths[is_allowed], targets[is_allowed]
     sequences = arrange(lengths, options, targets)
     outcomes = _simulate_with_progress(config, sequences, options, progress)
-    paths = config.cached_dataset or ([config.lengths] if config.lengths is not None else [])
     return Simulation(
         outcomes=outcomes,
         options=options,
         source=source,
-        name=names_of(paths) if paths else source,
+        name=_name_of(config, source),
         num_sequences=len(sequences),
         num_left_out=num_samples - len(sequences),
         model=model,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _name_of(config: SimulateConfig, source: str) -> str:
+    paths = config.cached_dataset or ([config.lengths] if config.lengths is not None else [])
+    return names_of(paths) if paths else source
 
 
 def _simulate_with_progress(

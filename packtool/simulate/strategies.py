@@ -231,9 +231,9 @@ class SimulateOptions(StrategyOptions):
     def exchange_type(self) -> str:
         """Exchange of keys and values, or heads, among the devices of a group; "" if nothing is shared."""
         machine, size = self.machine, self.sequence_parallel_size
-        return (
-            exchange_type_of(machine.sequence_parallel_type, machine.sizes, machine.hardware, size) if size > 1 else ""
-        )
+        if size == 1:
+            return ""
+        return exchange_type_of(machine.sequence_parallel_type, machine.sizes, machine.hardware, size)
 
 
 def alignment_of(num_ranks: int) -> int:
@@ -339,9 +339,8 @@ def schedule_of(
     """Join micro-batches, ordered by step; ``is_padded``: pad sequences to the longest one of their micro-batch."""
     nonempty = [batch for batch in batches if len(batch.samples)]
     # Of C micro-batches:
-    num_sequences = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
-    num_devices = np.array([batch.num_devices for batch in nonempty], dtype=np.int64)
-    steps = np.array([batch.step for batch in nonempty], dtype=np.int64)
+    batch_columns = [(len(batch.samples), batch.num_devices, batch.step, batch.first_device) for batch in nonempty]
+    num_sequences, num_devices, steps, first_devices = np.array(batch_columns, np.int64).T
     # Of K sequences:
     samples = np.concatenate([batch.samples for batch in nonempty]).astype(np.int64)
     placement = np.concatenate([_placement_of(batch) for batch in nonempty])
@@ -360,7 +359,7 @@ def schedule_of(
         micro_batch_of=micro_batch_of,
         micro_batch_steps=steps,
         micro_batch_num_devices=num_devices,
-        micro_batch_first_device=np.array([batch.first_device for batch in nonempty], dtype=np.int64),
+        micro_batch_first_device=first_devices,
     )
 
 
