@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,45 +166,48 @@ def _run_on_actors(
     ray: Any, tasks: Sequence[Task], settings: TaskSettings, num_actors: int, report: Report
 ) -> Iterator[TaskResult]:
     """Run tasks on actors of a connected cluster; replace actors that died and run their tasks again."""
-    actor_class = ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+    new_actor = partial(ray.remote(num_cpus=1, max_restarts=0)(_Actor).remote, settings)
     waiting = list(reversed(tasks))  # a stack: the next task is the last element
-    num_attempts = Counter[int]()  # by task number
+    num_deaths = Counter[int]()  # of actors, by task number
     running: dict[Any, tuple[Any, Task]] = {}  # actor and task, by Ray's reference to the future result
 
     def start_next(actor: Any) -> None:
         """Start the next task, if any, on an actor that is idle."""
         if waiting:
             task = waiting.pop()
-            num_attempts[task.number] += 1
             running[actor.run.remote(task)] = actor, task
 
     for _ in range(min(num_actors, len(tasks))):
-        start_next(actor_class.remote(settings))
+        start_next(new_actor())
     while running:
         finished, _ = ray.wait(list(running), num_returns=1)
-        reference = finished[0]
-        actor, task = running.pop(reference)
-        try:
-            result = _result_of(ray, reference)
-        except ray.exceptions.RayActorError as error:  # the actor or its machine died
-            if num_attempts[task.number] == _MAX_ATTEMPTS:
-                raise _actor_died_error(task, error) from error
+        actor, task = running.pop(finished[0])
+        result = _result_of(ray, finished[0])
+        if isinstance(result, TaskResult):
+            _report_all_rows(result, report)
+            yield result
+        else:  # the actor or its machine died
+            num_deaths[task.number] += 1
+            if num_deaths[task.number] == _MAX_ATTEMPTS:
+                raise _actor_died_error(task, result) from result
             waiting.append(task)  # runs next, on a new actor
-            start_next(actor_class.remote(settings))
-            continue
-        num_tokens = sum(split.counts.tokens for split in result.splits.values())
-        report(result.counts.rows, sum(result.counts.dropped.values()), num_tokens)
-        yield result
+            actor = new_actor()
         start_next(actor)
 
 
-def _result_of(ray: Any, reference: Any) -> TaskResult:
-    """Return the result of a task that has ended, or raise the exception that it raised, if Ray could send it."""
+def _report_all_rows(result: TaskResult, report: Report) -> None:
+    num_tokens = sum(split.counts.tokens for split in result.splits.values())
+    report(result.counts.rows, sum(result.counts.dropped.values()), num_tokens)
+
+
+def _result_of(ray: Any, reference: Any) -> Any:
+    """Return the result of a task that has ended, or the error of an actor that died; raise the task's exception."""
     try:
-        result: TaskResult = ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
+        return ray.get(reference)
+    except ray.exceptions.RayActorError as error:
+        return error
+    except ray.exceptions.RayTaskError as error:  # without a cause if Ray could not send that
         raise error.cause if isinstance(error.cause, Exception) else error from None
-    return result
 
 
 def _actor_died_error(task: Task, error: Exception) -> PacktoolError:

@@ -85,6 +85,8 @@ def _summary_of_finished(config: ExportConfig, directory: str, manifest: Manifes
 
 def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
     """Scan all sources and announce the rows of each to the executor; show a note for each, or progress if many."""
+    if len(specs) > _MAX_NOTES:
+        return _scan_many(specs, seed, progress, executor)
 
     def note(scanned: ScannedSource) -> None:
         executor.expect(scanned.num_rows)
@@ -92,8 +94,11 @@ def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: 
         form = "" if source.form in (None, "messages") else f", {source.form}"  # messages are the usual form
         progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
 
-    if len(specs) <= _MAX_NOTES:
-        return scan_sources(specs, seed, note)
+    return scan_sources(specs, seed, note)
+
+
+def _scan_many(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
+    """Scan many sources as ``_scan`` does, with one note about all of them."""
     num_scanned = 0
 
     def advance(scanned: ScannedSource) -> None:
@@ -243,12 +248,7 @@ class _Export:
     def _write(self, directory: str, lock: DirectoryLock) -> ExportSummary:
         """Write the cache, or this part of a job array; the part that finishes last publishes the cache."""
         is_part = self.config.is_part
-        if self.config.overwrite:
-            output_dir.clear(directory)  # only now, so that wrong settings do not destroy the old cache
-        state = output_dir.export_state(self.identity, self.sources)
-        splits = {split for task in self.tasks for split in task.shards}
-        reused = output_dir.begin(directory, state, splits, is_part=is_part)  # results of an interrupted run
-        export_id = output_dir.export_id(state)
+        reused, export_id = self._begin(directory)
         settings = self._task_settings(directory, export_id, lock)
         results = self._run_tasks(self.tasks, reused, settings, lock.check_last_renewal)
         if is_part:  # add the results that other parts of the job array have written
@@ -264,6 +264,14 @@ class _Export:
             if summary is None:
                 raise
             return summary
+
+    def _begin(self, directory: str) -> tuple[dict[int, TaskResult], str]:
+        """Prepare the directory; return the results that an interrupted run has left, and the export's identifier."""
+        if self.config.overwrite:
+            output_dir.clear(directory)  # only now, so that wrong settings do not destroy the old cache
+        state = output_dir.export_state(self.identity, self.sources)
+        splits = {split for task in self.tasks for split in task.shards}
+        return output_dir.begin(directory, state, splits, is_part=self.config.is_part), output_dir.export_id(state)
 
     def _summary_of_published(self, directory: str) -> ExportSummary | None:
         """Return the summary of the cache if another part of the job array has published it meanwhile, else None.

@@ -119,20 +119,14 @@ def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding,
     questions: list[dict[str, Any]] = []
     prompts: dict[int, int] = {}  # number of the first question with this hash
     texts: dict[str, tuple[int, Hashes]] = {}  # number and n-grams of the first question with this text
-    drops: list[Dropped] = []
-    for row, result in _encode_questions(config, encoder):
-        if isinstance(row, Dropped) or isinstance(result, Dropped):
-            drops.append(result)
-            continue
+    for row, samples in _encode_questions(config, encoder, progress):
         place = {"source": row.source, "row": row.row}
-        prompt_hash, _ = _hash_row(result, encoder.media_tokens)
+        prompt_hash, _ = _hash_row(samples, encoder.media_tokens)
         prompts.setdefault(prompt_hash, len(questions))
         questions.append({**place, "by": "prompt"})
         text, ngrams = _text_of(row, encoder)
         texts.setdefault(text, (len(questions), ngrams))
         questions.append({**place, "by": "13-gram"})
-    if drops:
-        progress.note(f"--check-against: {len(drops):,} unusable rows; the first: {drops[0].summary}")
     if not questions:
         raise DataError(f"--check-against {' '.join(config.check_against)}: there is no question", code="D004")
     return _join_hashes(prompts, list(texts.values()), questions)
@@ -157,15 +151,22 @@ def _join_hashes(
     return HeldOut(keys, numbers[first_positions], questions)
 
 
-def _encode_questions(config: ExportConfig, encoder: Encoder) -> Iterator[tuple[Sample | Dropped, Any]]:
+def _encode_questions(config: ExportConfig, encoder: Encoder, progress: Progress) -> Iterator[tuple[Sample, Any]]:
     """Yield the questions and their encodings; a conversation without an answer gets one: only then it has a prompt."""
+    drops: list[Dropped] = []
     for scanned in scan_sources(sources_of(config, held_out=True), config.seed):
         rows = samples_of(scanned.source, scanned.blocks, may_hold_secrets=True)
         while batch := list(islice(rows, 128)):
             for i, row in enumerate(batch):
                 if isinstance(row, Sample) and row.turns and not row.responses and row.turns[-1].role != "assistant":
                     batch[i] = replace(row, turns=(*row.turns, Turn("assistant", "-")))
-            yield from zip(batch, encode_samples(batch, encoder), strict=True)
+            for row, result in zip(batch, encode_samples(batch, encoder), strict=True):
+                if isinstance(result, Dropped):
+                    drops.append(result)
+                elif isinstance(row, Sample):  # as every row with a result
+                    yield row, result
+    if drops:
+        progress.note(f"--check-against: {len(drops):,} unusable rows; the first: {drops[0].summary}")
 
 
 def _text_of(row: Sample, encoder: Encoder) -> tuple[str, Hashes]:
@@ -218,9 +219,8 @@ def hash_columns(
     """Return the columns that ``HASHED_INDEX`` adds to ``INDEX`` for the S samples of some rows, (S,) each."""
     columns_of_rows = _row_columns(rows, tokens, held_out)
     columns_of_rows["is_val"] = np.full(len(rows), split == VAL_SPLIT)
-    columns_of_rows["signature"] = np.array(
-        [_signature(row) if finds_near_duplicates else None for row in rows], object
-    )
+    signatures = [_signature(row) if finds_near_duplicates else None for row in rows]
+    columns_of_rows["signature"] = np.array(signatures, object)
     num_samples = [len(row) for row in rows]
     columns = {name: np.repeat(column, num_samples) for name, column in columns_of_rows.items()}
     columns["is_first"] = np.array([i == 0 for row in rows for i in range(len(row))], bool)
@@ -409,9 +409,7 @@ def compare(
         drop_reason = next((kind for kind in findings if kind in dropped_kinds), None)
         if drop_reason is not None:
             drops.append((int(rows["first_sample"][i]), _dropped(place, drop_reason, findings[drop_reason])))
-        for kind, related_place in findings.items():
-            line = {"kind": kind, **place, "of": related_place, "dropped": drop_reason is not None}
-            lines.append(json.dumps(line) + "\n")
+        lines += _lines_of_row(place, findings, is_dropped=drop_reason is not None)
     return counts, lines, drops
 
 
@@ -436,6 +434,12 @@ def _findings(
         if number >= 0:
             findings[kind] = questions[number] if kind == _HELD_OUT else _place(rows, sources, number)
     return findings
+
+
+def _lines_of_row(place: dict[str, Any], findings: dict[str, Any], *, is_dropped: bool) -> Iterator[str]:
+    """Yield a line of ``hygiene.jsonl`` for each finding about the row at ``place``."""
+    for kind, related_place in findings.items():
+        yield json.dumps({"kind": kind, **place, "of": related_place, "dropped": is_dropped}) + "\n"
 
 
 def _rows_of(index: pa.Table) -> tuple[_Rows, list[str]]:

@@ -56,9 +56,8 @@ def read_index(
     # A cache may come from anyone: every row must refer to an existing sample.
     problem = _index_problem(columns, manifest, split)
     if problem:
-        raise MismatchError(
-            f"{path} is not the index of this cache: {problem}", "Copy the cache again, or export it again."
-        )
+        message = f"{path} is not the index of this cache: {problem}"
+        raise MismatchError(message, "Copy the cache again, or export it again.")
     return columns
 
 
@@ -130,11 +129,10 @@ def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.
     if lists.type == pa.list_(prefix_type) or lists.null_count or lists.values.null_count:
         return batch
     prefixes = lists.flatten()
-    existing = {field.name for field in prefixes.type}
-    old = {field.name for field in OLD_PREFIX}
+    known_names = {field.name for field in (*prefixes.type, *OLD_PREFIX)}
     columns = []
     for field in prefix_type:
-        if field.name in existing or field.name in old:
+        if field.name in known_names:
             columns.append(prefixes.field(field.name))
         else:
             columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))

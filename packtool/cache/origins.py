@@ -6,7 +6,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -85,16 +85,12 @@ def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]
 
 def read_origins(reader: CacheReader, cache: int) -> Origins:
     """Return the origins of the samples of cache number ``cache``; reads three columns of all its shards."""
-    shard_of_sample, position_in_shard = reader.locations(cache)
-    num_samples = len(shard_of_sample)
+    num_samples = len(reader.locations(cache)[0])
     file_numbers: dict[str, int] = {}  # number of each source file by its name in the samples, in order of appearance
     file = np.zeros(num_samples, np.int64)  # number of each sample's source file
     row = np.zeros(num_samples, np.int64)  # row of each sample in its source file
     part = np.zeros((num_samples, len(_PART_FIELDS)), np.int32)  # part of that row; zeros for a whole row
-    num_shards = int(shard_of_sample.max(initial=-1)) + 1
-    for shard in range(num_shards):
-        in_shard = np.flatnonzero(shard_of_sample == shard)  # the samples in this shard
-        table = reader.shard_table(cache, shard, ("source", "row", "part")).take(pa.array(position_in_shard[in_shard]))
+    for in_shard, table in _read_shards(reader, cache):
         file[in_shard] = number_names(table.column("source"), file_numbers)  # adds new names
         row[in_shard] = table.column("row").to_numpy()
         if "part" in table.column_names:
@@ -107,6 +103,15 @@ def read_origins(reader: CacheReader, cache: int) -> Origins:
         row=row,
         part=part if part.any() else None,
     )
+
+
+def _read_shards(reader: CacheReader, cache: int) -> Iterator[tuple[npt.NDArray[np.int64], pa.Table]]:
+    """Yield the samples of each shard, as positions in the cache, and a table of their origins."""
+    shard_of_sample, position_in_shard = reader.locations(cache)
+    for shard in np.unique(shard_of_sample).tolist():
+        in_shard = np.flatnonzero(shard_of_sample == shard)
+        table = reader.shard_table(cache, shard, ("source", "row", "part"))
+        yield in_shard, table.take(pa.array(position_in_shard[in_shard]))
 
 
 def number_names(column: pa.ChunkedArray, numbers: dict[str, int]) -> npt.NDArray[np.int64]:

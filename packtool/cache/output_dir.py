@@ -483,12 +483,10 @@ def _batches_of(
             continue
         if directory is None:  # the task wrote nothing
             data = result.indexes[split]
-        elif of_prefixes:
-            path = task_file(directory, result.number, f"{split}.prefixes.arrow")
-            data = _read_task_file(path, split_result.prefixes_sha256)
         else:
-            path = task_file(directory, result.number, f"{split}.arrow")
-            data = _read_task_file(path, split_result.index_sha256)
+            suffix = "prefixes.arrow" if of_prefixes else "arrow"
+            sha256 = split_result.prefixes_sha256 if of_prefixes else split_result.index_sha256
+            data = _read_task_file(task_file(directory, result.number, f"{split}.{suffix}"), sha256)
         for batch in pa.ipc.open_stream(data):
             yield result, without_samples(batch, split_result.left_out)
 

@@ -360,23 +360,25 @@ class ShardFile:
         batch = self._batches[batch_number]
         i = row - int(self._starts[batch_number])  # the row within the batch
         self._check(batch_number, batch, i, i + 1)
-        # None unless the row became several samples.
-        part_fields = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
-        return EncodedSample(
-            input_ids=_values(batch.column("input_ids"), i),
-            labels=_values(batch.column("labels"), i),
-            turns=_values(batch.column("turns"), i),
-            loss_scale=_values(batch.column("loss_scale"), i),
-            images=_media(EncodedImage, batch.column("images")[i]),
-            videos=_media(EncodedVideo, batch.column("videos")[i]),
-            audios=_media(EncodedAudio, batch.column("audios")[i]),
-            channel=batch.column("channel")[i].as_py(),
-            source=batch.column("source")[i].as_py(),
-            row=batch.column("row")[i].as_py(),
-            num_truncated=batch.column("truncated")[i].as_py(),
-            part=None if part_fields is None else RowPart(**part_fields),
-            borders=None if part_fields is None else _values(batch.column("borders"), i),
-        )
+        return _build_sample(batch, i)
+
+
+def _build_sample(batch: pa.RecordBatch, i: int) -> EncodedSample:
+    """Build the sample in row ``i`` of a batch."""
+    arrays = {name: _values(batch.column(name), i) for name in ("input_ids", "labels", "turns", "loss_scale")}
+    origin = {name: batch.column(name)[i].as_py() for name in ("channel", "source", "row")}
+    # None unless the row became several samples.
+    part_fields = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
+    return EncodedSample(
+        **arrays,
+        **origin,
+        images=_media(EncodedImage, batch.column("images")[i]),
+        videos=_media(EncodedVideo, batch.column("videos")[i]),
+        audios=_media(EncodedAudio, batch.column("audios")[i]),
+        num_truncated=batch.column("truncated")[i].as_py(),
+        part=None if part_fields is None else RowPart(**part_fields),
+        borders=None if part_fields is None else _values(batch.column("borders"), i),
+    )
 
 
 def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:

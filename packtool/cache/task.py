@@ -292,9 +292,8 @@ class _Outputs:
         samples = [sample for row in rows for sample in row]
         index = index_columns(samples, result.shard, result.counts.rows, self._channel_codes)
         settings = self._settings
-        columns = index | hash_columns(
-            rows, split, self._media_tokens, settings.held_out, settings.finds_near_duplicates
-        )
+        hashes = hash_columns(rows, split, self._media_tokens, settings.held_out, settings.finds_near_duplicates)
+        columns = index | hashes
         result.counts += _count_samples(columns)
         for length in index["length"].tolist():
             result.lengths[length] = result.lengths.get(length, 0) + 1
