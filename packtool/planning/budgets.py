@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import cache
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +43,7 @@ _SCARCITY_FACTORS = (1.5, 2.0, 4.0, 1e9, 0.0)
 _MAX_CLASSES_TRIED = 4
 _SLACK, _SLACK_PACKS = 3e-4, 2
 """Share of packs, and number of packs, by which every epoch may exceed the packs that epoch 0 needs."""
-_FIRST_NOISE = RandomStream.JITTER
-_FURTHER_NOISE = RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3  # for attempts to need fewer packs
+_NOISE_STREAMS = RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3  # one per attempt
 
 
 class PackLimits(NamedTuple):
@@ -111,18 +112,25 @@ def pack_within_budgets(
 
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
     if key not in _num_packs_of_epochs:
-        needed_packs = pack_epoch(0, _FIRST_NOISE).num_packs
-        slack = _SLACK_PACKS + int(needed_packs * _SLACK)  # other epochs may need more
-        _num_packs_of_epochs[key] = min(needed_packs + slack, len(lengths))  # no pack is empty
-    num_packs = _num_packs_of_epochs[key]
-    plan = pack_epoch(epoch, _FIRST_NOISE)
-    for noise_stream in _FURTHER_NOISE:
-        if plan.num_packs > num_packs:
-            plan = pack_epoch(epoch, noise_stream)
-    if plan.num_packs > num_packs:
-        plan = pack_epoch(0, _FIRST_NOISE)  # never needs more
+        _num_packs_of_epochs[key] = min(_with_slack(pack_epoch(0, _NOISE_STREAMS[0]).num_packs), len(lengths))
+    num_packs = _num_packs_of_epochs[key]  # none of them empty
+    plan = _pack_up_to(num_packs, pack_epoch, epoch)
     pack_order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, pack_order), num_packs)
+
+
+def _with_slack(num_packs: int) -> int:
+    """Return the packs that every epoch may need if epoch 0 needs ``num_packs``."""
+    return num_packs + _SLACK_PACKS + int(num_packs * _SLACK)
+
+
+def _pack_up_to(max_packs: int, pack_epoch: Callable[[int, int], PackPlan], epoch: int) -> PackPlan:
+    """Try all noise streams for at most ``max_packs`` packs of an epoch; else return epoch 0, which never needs more.
+
+    ``pack_epoch`` packs an epoch, by its number, with a noise stream.
+    """
+    attempts = [*((epoch, noise_stream) for noise_stream in _NOISE_STREAMS), (0, _NOISE_STREAMS[0])]
+    return next(plan for plan in starmap(pack_epoch, attempts) if plan.num_packs <= max_packs)
 
 
 def place_within_budgets(

@@ -15,9 +15,11 @@ the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,12 +162,7 @@ class CostModel:
         language = flops(layers.language, has_input_gradient=media_has_gradient, recomputes=recomputes_language)
         head_layer = dataclasses.replace(layers.head, layer=0)  # only layers can be recomputed
         head = flops([head_layer], has_input_gradient=language.has_output_gradient, recomputes=recomputes_head)
-        per_vision_token = vision.per_unit + sum(merger.per_unit for merger in mergers)
-        per_patch_square = vision.per_square
-        if layers.tile_squares:
-            # These FLOPs are of a tile. Caches do not count tiles, but squared patches, equally many in each tile.
-            per_patch_square += per_vision_token / layers.tile_squares
-            per_vision_token = 0.0
+        per_vision_token, per_patch_square = _vision_flops(vision, mergers, layers.tile_squares)
         return cls(
             per_token=language.per_unit,
             per_square=language.per_square,
@@ -206,32 +203,45 @@ def _part_flops(
     computes the gradient of the part's input. ``recomputes``: backward runs the forward pass again, of all layers or of
     that number of first layers.
     """
+    is_trained = [module.kind != "attention" and training[module.name].any for module in modules]
     # Backward reaches a module if that one, or anything before it, is trained.
-    is_reached = [has_input_gradient]  # before the first module, and then after each
-    for module in modules:
-        is_trained = module.kind != "attention" and training[module.name].any
-        is_reached.append(is_reached[-1] or is_trained)
+    is_reached = list(accumulate(is_trained, operator.or_, initial=has_input_gradient))  # before all, and after each
     recomputed_layers = _recomputed_layers(modules, is_reached[1:], recomputes)
     per_unit = per_square = per_window = 0.0
-    needs_input_gradient = has_input_gradient
-    for module, is_reached_before in zip(modules, is_reached[:-1], strict=True):
-        # Modules that share an input, such as Q, K and V, need its gradient if the first of them does.
-        if not module.shares_input:
-            needs_input_gradient = is_reached_before
+    for module, num_gradients in zip(modules, _num_input_gradients(modules, is_reached[:-1]), strict=True):
         num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
-            num_passes = num_forward + (_ATTENTION_BACKWARD if is_reached_before else 0.0)
+            num_passes = num_forward + _ATTENTION_BACKWARD * num_gradients
             per_unit += num_passes * module.flops_per_unit
             per_square += num_passes * module.flops_per_square
             per_window += num_passes * module.flops_per_window
             continue
         weights = training[module.name].weights
-        num_passes = num_forward + (1.0 if needs_input_gradient else 0.0)
+        num_passes = num_forward + num_gradients
         num_weight_gradients = 1.0 if weights == "full" else 0.0
         per_unit += 2 * module.num_products * (num_passes + num_weight_gradients)  # a multiply-add is two operations
         if weights == "lora":
             per_unit += _adapter_flops(module, lora_rank, num_forward, num_passes)
     return _PartFlops(per_unit, per_square, per_window, has_output_gradient=is_reached[-1])
+
+
+def _num_input_gradients(modules: Sequence[ModuleCost], is_reached_before: Sequence[bool]) -> Iterator[float]:
+    """Yield 1.0 for each module whose input gradient backward computes, for earlier modules, and 0.0 for others."""
+    num_gradients = 0.0
+    for module, is_reached in zip(modules, is_reached_before, strict=True):
+        # Modules that share an input, such as Q, K and V, need its gradient if the first of them does.
+        if not module.shares_input:
+            num_gradients = float(is_reached)
+        yield num_gradients
+
+
+def _vision_flops(vision: _PartFlops, mergers: Sequence[_PartFlops], tile_squares: int) -> tuple[float, float]:
+    """Return the FLOPs of a vision tower and its mergers for a token, and for a unit of squared patches."""
+    per_unit = vision.per_unit + sum(merger.per_unit for merger in mergers)
+    if not tile_squares:
+        return per_unit, vision.per_square
+    # The unit is a tile. Caches do not count tiles, but squared patches, equally many in each tile.
+    return 0.0, vision.per_square + per_unit / tile_squares
 
 
 def _recomputed_layers(modules: Sequence[ModuleCost], is_reached: list[bool], recomputes: bool | int) -> set[int]:

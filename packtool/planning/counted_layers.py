@@ -121,14 +121,17 @@ class _ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=output)
-        names = [self.names.get(_storage(arg), "") for arg in args if isinstance(arg, Tensor)]
-        weights = [name for name in names if name and not name.endswith(".bias")]
-        if weights:
-            self._layer = _layer_of(weights[-1])
-            self.flops[weights[-1]] += flops
-        elif flops:
-            self.flops[self._layer] += flops
+        weight = self._last_weight(args)
+        if weight:
+            self._layer = _layer_of(weight)
+        if weight or flops:
+            self.flops[weight or self._layer] += flops
         return output
+
+    def _last_weight(self, args: Sequence[Any]) -> str:
+        """Return the name of the last weight among arguments; "" for none."""
+        names = [self.names.get(_storage(arg), "") for arg in args if isinstance(arg, Tensor)]
+        return next((name for name in reversed(names) if name and not name.endswith(".bias")), "")
 
 
 def _settings(module: nn.Module) -> list[Any]:

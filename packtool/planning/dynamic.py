@@ -201,9 +201,8 @@ def _find_bins(
         fits = np.zeros(len(work), np.bool_)
         for bins_per_step, steps in _chunks_of_equal_bins(open_steps, num_bins):
             step_limits = [limit.select(steps) for limit in limits]
-            bin_of_sample[steps], fits[steps] = _place_in_bins(
-                work[steps], heaviest_first[steps], step_limits, num_groups, bins_per_step
-            )
+            placed = _place_in_bins(work[steps], heaviest_first[steps], step_limits, num_groups, bins_per_step)
+            bin_of_sample[steps], fits[steps] = placed
         open_steps = open_steps[~fits[open_steps]]
         num_bins[open_steps] += num_ranks  # one more bin for every rank
     return bin_of_sample, num_bins
@@ -237,39 +236,41 @@ def _place_in_bins(
     samples and the ``order`` in which they are placed are (S, n). Returns the bin of each sample, (S, n), and whether
     all samples of a step fit, (S,); those that do not are placed anyway.
     """
-    num_steps = len(work)
-    bins_per_group = num_bins // num_groups
-    steps = np.arange(num_steps)
+    steps = np.arange(len(work))
     sizes = np.stack([limit.sizes for limit in limits])  # (limits, S, n)
-    maxima = np.array([limit.maximum for limit in limits])[:, None]
-    used = np.zeros((len(limits), num_steps, num_groups, bins_per_group), np.int64)
-    bin_work = np.zeros((num_steps, num_groups, bins_per_group))
-    group_work = np.zeros((num_steps, num_groups))
+    bins = _Bins([limit.maximum for limit in limits], (len(work), num_groups, num_bins // num_groups))
     bin_of_sample = np.empty(work.shape, np.int64)
-    fits = np.ones(num_steps, np.bool_)
+    fits = np.ones(len(work), np.bool_)
     for samples in order.T:  # one sample of each step, (S,): all steps make their choice at once
-        sample_sizes = sizes[:, steps, samples]  # (limits, S)
-        max_used = maxima - sample_sizes
-        has_space = np.all(used <= max_used[:, :, None, None], axis=0)
-        group, bin_in_group = _choose_bins(has_space, group_work, bin_work)
-        fits &= has_space[steps, group, bin_in_group]
-        used[:, steps, group, bin_in_group] += sample_sizes
-        sample_work = work[steps, samples]
-        bin_work[steps, group, bin_in_group] += sample_work
-        group_work[steps, group] += sample_work
-        bin_of_sample[steps, samples] = group * bins_per_group + bin_in_group
+        bin_of_sample[steps, samples], has_space = bins.place(work[steps, samples], sizes[:, steps, samples])
+        fits &= has_space
     return bin_of_sample, fits
 
 
-def _choose_bins(has_space: npt.NDArray[np.bool_], group_work: Costs, bin_work: Costs) -> tuple[Int64Array, Int64Array]:
-    """Choose the lightest group with a bin that has space, (S,), and its lightest such bin, (S,); 0 if none has.
+class _Bins:
+    """The work and the sizes of the samples in each bin; ``shape``: S steps, groups, bins of a group."""
 
-    ``group_work`` is (S, groups), the others (S, groups, bins of a group).
-    """
-    steps = np.arange(len(has_space))
-    group = np.where(has_space.any(axis=2), group_work, np.inf).argmin(axis=1)
-    bin_in_group = np.where(has_space[steps, group], bin_work[steps, group], np.inf).argmin(axis=1)
-    return group, bin_in_group
+    def __init__(self, maxima: Sequence[int], shape: tuple[int, int, int]) -> None:
+        self._maxima = np.array(maxima)[:, None]
+        self._used = np.zeros((len(maxima), *shape), np.int64)
+        self._work = np.zeros(shape)
+        self._group_work = np.zeros(shape[:2])
+        self._steps = np.arange(shape[0])
+
+    def place(self, work: Costs, sizes: IntArray) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Place a sample of each step; return its bin in the step, (S,), and whether that has space for it, (S,).
+
+        ``work`` is (S,), ``sizes`` are (limits, S).
+        """
+        steps = self._steps
+        max_used = self._maxima - sizes
+        has_space = np.all(self._used <= max_used[:, :, None, None], axis=0)
+        group = np.where(has_space.any(axis=2), self._group_work, np.inf).argmin(axis=1)
+        bin_in_group = np.where(has_space[steps, group], self._work[steps, group], np.inf).argmin(axis=1)
+        self._used[:, steps, group, bin_in_group] += sizes
+        self._work[steps, group, bin_in_group] += work
+        self._group_work[steps, group] += work
+        return group * self._work.shape[2] + bin_in_group, has_space[steps, group, bin_in_group]
 
 
 DEFAULT_MAX_TOKENS = 8192

@@ -304,8 +304,7 @@ def _assign_samples_per_step(
             steps=imbalance(steps.rank_costs(new_pack_costs)),
             flops=float(sample_costs.sum()),
         )
-    fill = new_packs.fill
-    summary = summarize(new_packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
+    summary = summarize(new_packs, steps, options, num_cached=len(target_tokens), fill=new_packs.fill, balance=balance)
     return EpochPlan(new_packs, steps, summary, rank_independent_packs=samples)
 
 

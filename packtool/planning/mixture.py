@@ -254,13 +254,11 @@ def make_mixture(
     samples of all caches. A source left without samples is a DataError.
     """
     candidates = _candidates(recipe, offsets, lengths, max_length)
-    num_filtered = 0
-    for source, samples, size in zip(recipe.sources, candidates, np.diff(offsets).tolist(), strict=True):
-        if source.is_taken:
-            num_filtered += size - len(samples)
+    source_sizes = zip(recipe.sources, np.diff(offsets).tolist(), strict=True)
+    num_taken = sum(size for source, size in source_sizes if source.is_taken)
+    num_candidates = sum(len(samples) for samples in candidates)
     sample_sizes = {"samples": np.ones_like(lengths), "tokens": lengths, "target_tokens": target_tokens}
     counts = _count_draws(recipe, candidates, sample_sizes[recipe.unit])
-    num_candidates = sum(len(samples) for samples in candidates)
     check_drawn(sum(counts), num_candidates, recipe.place or "an epoch")  # an error names the recipe, if it has a file
     loss_scales = tuple(source.loss_scale for source in recipe.sources)
     return Mixture(
@@ -274,7 +272,7 @@ def make_mixture(
         unit=recipe.unit,
         resample=recipe.resample,
         seed=seed,
-        num_filtered=num_filtered,
+        num_filtered=num_taken - num_candidates,
         loss_weights=tuple(source.loss_weight for source in recipe.sources),
         loss_scales=loss_scales if any(scale is not None for scale in loss_scales) else (),
     )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from packtool.planning.crowds import relieve_crowds
 from packtool.planning.mixture import Slots
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import Int64Array, IntArray, PackPlan, build_plan, select_packs
+from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan, build_plan, select_packs
 from packtool.planning.packing import pack
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
@@ -248,19 +248,15 @@ def _halve_parts(parts: Int64Array, excess: Excess, level: int, seed: int, epoch
     """
     num_windows, num_parts, num_packs = parts.shape
     num_pairs = num_packs // 2
+    pairs = parts.reshape(num_windows, num_parts, num_pairs, 2)
     coins = _flip_coins((num_pairs, num_windows, num_parts), level, seed, epoch)
     doubled_sums = _doubled_sums_to_middles(parts, excess)
     halves = np.empty((num_windows, num_parts, 2, num_pairs), np.int64)
     for pair in range(num_pairs):
-        # One pair of every part at once, (windows, parts).
-        first = parts[:, :, 2 * pair]
-        second = parts[:, :, 2 * pair + 1]
-        difference = excess[first] - excess[second]
-        is_swapped = _choose_swaps(doubled_sums, difference, coins[pair])
-        halves[:, :, 0, pair] = np.where(is_swapped, second, first)
-        halves[:, :, 1, pair] = np.where(is_swapped, first, second)
+        ordered = _order_pairs(pairs[:, :, pair], excess, doubled_sums, coins[pair])  # one of every part at once
+        halves[:, :, :, pair] = ordered
         # Half of the pair was expected in the first half: the excess changes by half of the difference.
-        doubled_sums += np.where(is_swapped[:, :, None], -difference, difference)
+        doubled_sums += excess[ordered[:, :, 0]] - excess[ordered[:, :, 1]]
     return halves.reshape(num_windows, 2 * num_parts, num_pairs)
 
 
@@ -274,15 +270,15 @@ def _doubled_sums_to_middles(parts: Int64Array, excess: Excess) -> npt.NDArray[n
     return 2 * part_sums.cumsum(axis=1) - part_sums
 
 
-def _choose_swaps(
-    sums: npt.NDArray[np.float64], difference: Excess, coins: npt.NDArray[np.bool_] | np.bool_
-) -> npt.NDArray[np.bool_]:
-    """Choose the pairs of packs to swap, bool (...), to keep ``sums``, (..., sources), near 0.
+def _order_pairs(pairs: Int64Array, excess: Excess, sums: Costs, coins: npt.NDArray[np.bool_] | np.bool_) -> Int64Array:
+    """Order the two packs of each pair, int64 (..., 2), so that ``sums``, (..., sources), stay near 0.
 
-    A pair adds its ``difference``, (..., sources), to the sums; a swapped pair subtracts it. ``coins`` decide ties.
+    The pack that comes first adds its excess to the sums, the other subtracts its own. ``coins`` decide ties.
     """
+    difference = excess[pairs[..., 0]] - excess[pairs[..., 1]]
     product = np.einsum("...s,...s->...", sums, difference)
-    return (product > 0) | ((product == 0) & coins)
+    is_swapped = (product > 0) | ((product == 0) & coins)
+    return np.where(is_swapped[..., None], pairs[..., ::-1], pairs)
 
 
 def _order_parts(parts: Int64Array, excess: Excess) -> Int64Array:
@@ -290,24 +286,34 @@ def _order_parts(parts: Int64Array, excess: Excess) -> Int64Array:
 
     The next pack of a part is the one that brings the sums of ``excess`` so far in its window nearest to the mean's.
     """
-    num_windows, num_parts, num_packs = parts.shape
-    num_sources = excess.shape[1]
-    windows = np.arange(num_windows)
-    order = np.empty((num_windows, num_parts * num_packs), np.int64)
-    sums = np.zeros((num_windows, num_sources))  # of the packs ordered so far, less the mean of as many
+    _, num_parts, num_packs = parts.shape
     window_sum = excess[parts].sum(axis=(1, 2), dtype=np.float64)
     window_mean = np.rint(window_sum / (num_parts * num_packs))  # an integer, so that sums stay exact
+    sums = np.zeros_like(window_mean)  # of the packs ordered so far, less the mean of as many
+    ordered = np.empty_like(parts)
     for part in range(num_parts):
-        candidates = excess[parts[:, part]] - window_mean[:, None]  # (windows, packs, sources)
-        squares = np.einsum("wps,wps->wp", candidates, candidates)
-        for position in range(part * num_packs, (part + 1) * num_packs):
-            # The best pack has the least |sums + candidate|^2; |sums|^2, which all have in common, is left out.
-            distances = squares + 2 * np.einsum("wps,ws->wp", candidates, sums)
-            best = distances.argmin(axis=1)
-            order[:, position] = parts[windows, part, best]
-            sums += candidates[windows, best]
-            squares[windows, best] = np.inf  # never take the pack again
-    return order.reshape(-1)
+        packs = parts[:, part]
+        order = _order_packs(excess[packs] - window_mean[:, None], sums)
+        ordered[:, part] = np.take_along_axis(packs, order, axis=1)
+    return ordered.reshape(-1)
+
+
+def _order_packs(candidates: Costs, sums: Costs) -> Int64Array:
+    """Order the packs of one part of each window, int64 (windows, packs), to keep ``sums`` near 0, to which all add.
+
+    ``candidates`` are what the packs add, (windows, packs, sources); ``sums`` are (windows, sources).
+    """
+    windows = np.arange(len(candidates))
+    order = np.empty(candidates.shape[:2], np.int64)
+    squares = np.einsum("wps,wps->wp", candidates, candidates)
+    for position in range(candidates.shape[1]):
+        # The best pack has the least |sums + candidate|^2; |sums|^2, which all have in common, is left out.
+        distances = squares + 2 * np.einsum("wps,ws->wp", candidates, sums)
+        best = distances.argmin(axis=1)
+        order[:, position] = best
+        sums += candidates[windows, best]
+        squares[windows, best] = np.inf  # never take the pack again
+    return order
 
 
 def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, seed: int, epoch: int) -> Int64Array:
@@ -321,23 +327,16 @@ def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, se
         return rounds.T.copy()
     window_orders = _draw_window_orders(len(rounds), num_windows, seed, epoch)
     coins = _flip_coins((len(rounds),), 0, seed, epoch)
-    num_pairs = num_windows // 2
-    num_paired = 2 * num_pairs  # of an odd number of windows, one gets the last pack of the round
+    num_paired = num_windows // 2 * 2  # of an odd number of windows, one gets the last pack of the round
     sums = np.zeros((num_windows, excess.shape[1]))
-    windows = np.empty((num_windows, len(rounds)), np.int64)
-    for number, (packs, window_order) in enumerate(zip(rounds, window_orders, strict=True)):
-        # Pairs of windows, and the two packs that each pair gets, (pairs,) each.
-        left = window_order[:num_pairs]
-        right = window_order[num_pairs:num_paired]
-        first = packs[:num_paired:2]
-        second = packs[1:num_paired:2]
-        difference = excess[first] - excess[second]
-        is_swapped = _choose_swaps(sums[left] - sums[right], difference, coins[number])
-        windows[left, number] = np.where(is_swapped, second, first)
-        windows[right, number] = np.where(is_swapped, first, second)
-        windows[window_order[num_paired:], number] = packs[num_paired:]
-        sums += excess[windows[:, number]]
-    return windows
+    pack_of_window = np.empty_like(rounds)  # (rounds, windows)
+    for packs, window_order, coin, assigned in zip(rounds, window_orders, coins, pack_of_window, strict=True):
+        left, right = window_order[:num_paired].reshape(2, -1)  # windows of each pair
+        pairs = packs[:num_paired].reshape(-1, 2)
+        assigned[left], assigned[right] = _order_pairs(pairs, excess, sums[left] - sums[right], coin).T
+        assigned[window_order[num_paired:]] = packs[num_paired:]
+        sums += excess[assigned]
+    return pack_of_window.T.copy()
 
 
 def _draw_window_orders(num_rounds: int, num_windows: int, seed: int, epoch: int) -> Int64Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -119,12 +119,10 @@ def share_prefixes_in_steps(samples: PackPlan, drawn: DrawnPrefixes, samples_per
     trees = drawn.build_trees(samples.samples, samples.lengths, samples.capacity, sets=steps)
     if not trees.num_shared_tokens:
         return samples
+    order, new_tokens = trees.samples, trees.new_tokens(samples.lengths)
     # Trees come in the order of their first samples, so those of a step stay together.
-    assert (steps[trees.samples] == steps).all(), "samples stay in their steps"
-    new_tokens = trees.new_tokens(samples.lengths)
-    return replace(
-        samples, samples=samples.samples[trees.samples], lengths=new_tokens, shared_tokens=trees.shared_tokens
-    )
+    assert (steps[order] == steps).all(), "samples stay in their steps"
+    return replace(samples, samples=samples.samples[order], lengths=new_tokens, shared_tokens=trees.shared_tokens)
 
 
 def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:
@@ -220,27 +218,28 @@ def _pack_with_binpacking(job: _Job) -> PackPlan:
     return _order_packs(plan, job)
 
 
-def _pack_batches(job: _Job) -> PackPlan:
-    """Pack samples in order, batch by batch; the last pack of a batch, if not full, is packed again with the next."""
+def _packs_of_batches(job: _Job) -> Iterator[list[tuple[int, int]]]:
+    """Yield packs of samples with their lengths; the last of a batch, if not full, is packed again with the next."""
     # Slow to import, and rarely needed.
     from binpacking.to_constant_volume import to_constant_volume
 
     batch_size = job.options.packing_batch_size
-    items = list(enumerate(job.lengths.tolist()))  # samples with their lengths
-    packed: list[int] = []
-    pack_sizes: list[int] = []
-    carried: list[tuple[int, int]] = []  # items of the batch before that are packed again
+    items = list(enumerate(job.lengths.tolist()))
+    carried: list[tuple[int, int]] = []  # from the last pack of the batch before
     for start in range(0, len(items), batch_size):
         stop = start + batch_size
         packs = to_constant_volume([*carried, *items[start:stop]], job.capacity, weight_pos=1)
-        carried = []
-        is_last_batch = stop >= len(items)
-        last_pack_tokens = sum(length for _, length in packs[-1])
-        if not is_last_batch and last_pack_tokens < job.capacity:
-            carried = packs.pop()
-        for pack_items in packs:
-            packed += [sample for sample, _ in pack_items]
-            pack_sizes.append(len(pack_items))
+        is_full = sum(length for _, length in packs[-1]) >= job.capacity
+        carried = [] if is_full or stop >= len(items) else packs.pop()
+        yield from packs
+
+
+def _pack_batches(job: _Job) -> PackPlan:
+    packed: list[int] = []
+    pack_sizes: list[int] = []
+    for pack_items in _packs_of_batches(job):
+        packed += [sample for sample, _ in pack_items]
+        pack_sizes.append(len(pack_items))
     return build_plan(np.array(packed, np.int64), np.array(pack_sizes, np.int64), job.lengths, job.capacity)
 
 
@@ -318,7 +317,7 @@ def place_sequential(
     order: list[int] = []
     pack_sizes: list[int] = []
     queue.refill()
-    while queue.has_waiting:
+    while queue.waiting:
         pack_samples = _take_pack(queue, limits)
         order += pack_samples
         pack_sizes.append(len(pack_samples))
@@ -347,7 +346,7 @@ def _take_pack(queue: _Queue, limits: PackLimits) -> list[int]:
 class _Queue:
     """Waiting samples: the first, and those after it that may be chosen, sorted by length.
 
-    ``_waiting`` holds ``length * N + (N - 1 - sample)``: of equally long samples the earlier ones come last, where the
+    ``waiting`` holds ``length * N + (N - 1 - sample)``: of equally long samples the earlier ones come last, where the
     search for the longest finds them first.
     """
 
@@ -359,33 +358,29 @@ class _Queue:
         self._next = 0  # the first sample that is not waiting yet
         self._first = 0  # no sample before it waits
         self._packed = bytearray(self._num + 1)
-        self._waiting: list[int] = []
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+        self.waiting: list[int] = []
 
     def refill(self) -> None:
         """Let samples enter while there is space."""
-        while self._next < self._num and len(self._waiting) < self._max_waiting:
-            insort(self._waiting, self._key(self._next))
+        while self._next < self._num and len(self.waiting) < self._max_waiting:
+            insort(self.waiting, self._key(self._next))
             self._next += 1
 
     def first(self) -> int:
-        """Find the index in ``_waiting`` of the earliest sample."""
+        """Find the index in ``waiting`` of the earliest sample."""
         while self._packed[self._first]:
             self._first += 1
-        return bisect_left(self._waiting, self._key(self._first))
+        return bisect_left(self.waiting, self._key(self._first))
 
     def take(self, index: int) -> int:
-        """Remove and return the sample at an index of ``_waiting``."""
+        """Remove and return the sample at an index of ``waiting``."""
         sample = self._sample_at(index)
-        del self._waiting[index]
+        del self.waiting[index]
         self._packed[sample] = 1
         return sample
 
     def best(self, free: int, free_media: int) -> int:
-        """Find the index in ``_waiting`` of the sample that fills a pack best; -1 if none fits.
+        """Find the index in ``waiting`` of the sample that fills a pack best; -1 if none fits.
 
         It is the longest that fits, or the longer one of a pair that leaves fewer of the ``free`` tokens than that.
         """
@@ -410,7 +405,7 @@ class _Queue:
 
     def _longest_fitting(self, free: int, free_media: int, excluded: int = -1) -> int:
         """Find the index of the longest sample that fits, the earliest of equally long ones; or -1."""
-        index = bisect_right(self._waiting, (free + 1) * self._num - 1) - 1
+        index = bisect_right(self.waiting, (free + 1) * self._num - 1) - 1
         if index == excluded:
             index -= 1
         return self._skip_too_much_media(index, free_media)
@@ -426,10 +421,10 @@ class _Queue:
         return self.lengths[sample] * self._num + self._num - 1 - sample
 
     def _sample_at(self, index: int) -> int:
-        return self._num - 1 - self._waiting[index] % self._num
+        return self._num - 1 - self.waiting[index] % self._num
 
     def _length_at(self, index: int) -> int:
-        return self._waiting[index] // self._num
+        return self.waiting[index] // self._num
 
     def _media_at(self, index: int) -> int:
         return self.media[self._sample_at(index)]

@@ -480,10 +480,7 @@ def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> 
     trunk_position = 1 + int(tree.shared_tokens[1:].argmin())
     trunk_tokens = int(tree.shared_tokens[trunk_position])
     trunk_prefix = int(tree.shared_prefixes[trunk_position])
-    branch_starts = np.flatnonzero(tree.shared_tokens <= trunk_tokens)
-    added_tokens = lengths[tree.samples] - tree.shared_tokens
-    added_tokens[0] -= trunk_tokens  # the trunk belongs to no branch
-    branch_tokens = np.add.reduceat(added_tokens, branch_starts)
+    branch_starts, branch_tokens = _branches_of(tree, lengths, trunk_tokens)
     space = capacity - trunk_tokens
     if np.count_nonzero(branch_tokens <= space) < MIN_BRANCHES or branch_tokens.sum() <= space:
         return tree
@@ -495,6 +492,14 @@ def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> 
     packed.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
     packed.set_shared(new_branch_starts[opens_pack], 0, NOTHING)
     return packed
+
+
+def _branches_of(tree: _DepthFirstWalk, lengths: IntArray, trunk_tokens: int) -> tuple[Int64Array, Int64Array]:
+    """Return where the branches of a tree begin, (B,), and the tokens of each without the trunk, (B,)."""
+    branch_starts = np.flatnonzero(tree.shared_tokens <= trunk_tokens)
+    added_tokens = lengths[tree.samples] - tree.shared_tokens
+    added_tokens[0] -= trunk_tokens  # the trunk belongs to no branch
+    return branch_starts, np.add.reduceat(added_tokens, branch_starts)
 
 
 def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:

@@ -71,13 +71,13 @@ def seeded_order(
     # Keys to sort by, from the highest bit: largest value minus the number's value, random bits, the number itself.
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
-        stop = min(start + CHUNK, num)
-        numbers = np.arange(start, stop, dtype=np.uint64)
+        chunk = slice(start, min(start + CHUNK, num))
+        numbers = np.arange(chunk.start, chunk.stop, dtype=np.uint64)
         random_bits = np.asarray(bit_generator.random_raw(len(numbers))) >> (value_bits + number_bits)
-        keys[start:stop] = (random_bits << number_bits) | numbers
+        keys[chunk] = (random_bits << number_bits) | numbers
         if descending_by is not None and value_bits:
-            below_largest = (largest - descending_by[start:stop]).astype(np.uint64)
-            keys[start:stop] |= below_largest << (64 - value_bits)
+            below_largest = (largest - descending_by[chunk]).astype(np.uint64)
+            keys[chunk] |= below_largest << (64 - value_bits)
     keys.sort()
     order = keys.view(np.int64)
     order &= (1 << number_bits) - 1  # leaves the numbers

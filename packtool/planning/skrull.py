@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,27 +53,33 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
     assert options.skrull is not None
     options.skrull.check(packs.lengths)
     num_ranks = options.world_size
-    order: list[int] = []
-    placement: list[int] = []  # of each sample in ``order``, as in ``StepAssignment``
-    micro_batch_sizes: list[int] = []
-    micro_batches_per_step: list[int] = []
+    steps: list[list[PlacedMicroBatch]] = []
     step_starts = packs.offsets[:-1][:: options.packs_per_step].tolist()  # the first sample of each step's first pack
     for start, stop in pairwise([*step_starts, packs.num_samples]):
         rank_batches = schedule_step(packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks)
-        max_per_rank = max(map(len, rank_batches))
-        for micro_batches in rank_batches:
-            for batch in micro_batches:
-                order += [start + sample for sample in batch.samples]
-                placement += batch.placement
-                micro_batch_sizes.append(len(batch.samples))
-            num_empty = max_per_rank - len(micro_batches)
-            micro_batch_sizes += [0] * num_empty
-        micro_batches_per_step.append(max_per_rank * num_ranks)
+        steps.append(_fill_up_with_empty(rank_batches))
+    return _join_steps(steps, step_starts)
+
+
+def _fill_up_with_empty(rank_batches: list[list[PlacedMicroBatch]]) -> list[PlacedMicroBatch]:
+    """List the micro-batches of all ranks, one rank after the other, with as many for each by adding empty ones."""
+    max_per_rank = max(map(len, rank_batches))
+    empty = PlacedMicroBatch([], [], 0.0)
+    padded = [batches + [empty] * (max_per_rank - len(batches)) for batches in rank_batches]
+    return list(chain.from_iterable(padded))
+
+
+def _join_steps(steps: list[list[PlacedMicroBatch]], step_starts: list[int]) -> StepAssignment:
+    """Join the micro-batches of all steps, whose samples are counted from the first one of their step."""
+    batches = list(chain.from_iterable(steps))
+    order: list[int] = []
+    for start, step in zip(step_starts, steps, strict=True):
+        order += [start + sample for batch in step for sample in batch.samples]
     return StepAssignment(
         order=np.array(order, np.int64),
-        micro_batch_sizes=np.array(micro_batch_sizes, np.int64),
-        micro_batches_per_step=np.array(micro_batches_per_step, np.int64),
-        placement=np.array(placement, np.int64),
+        micro_batch_sizes=np.array([len(batch.samples) for batch in batches], np.int64),
+        micro_batches_per_step=np.array(list(map(len, steps)), np.int64),
+        placement=np.array([place for batch in batches for place in batch.placement], np.int64),
     )
 
 
@@ -226,19 +232,11 @@ class _Step:
         The other sequences are local: longest first, each to the rank with the least work so far (LPT).
         """
         longest_first = ascending[::-1]
-        all_local = Load.sum(self.local_loads[i] for i in longest_first)
-        # With the first 0, 1, 2, ... sequences sharded: tokens and work of these, and work of the local ones.
-        sharded_tokens = accumulate((self.padded_sizes[i] for i in longest_first), initial=0)
-        sharded_loads = accumulate((self.sharded_loads[i] for i in longest_first), Load.plus, initial=NO_LOAD)
-        local_loads = accumulate((self.local_loads[i] for i in longest_first), Load.minus, initial=all_local)
         best = None
-        states = zip(sharded_tokens, sharded_loads, local_loads, strict=True)
-        for num_sharded, (tokens, sharded, local) in enumerate(states):
-            if tokens > self.capacity:
+        for num_sharded, (tokens, sharded, local) in enumerate(self._sums_when_sharded(longest_first)):
+            # Tokens and the mean work only grow when more sequences are sharded.
+            if tokens > self.capacity or self._mean_seconds(local, sharded) >= max_seconds:
                 break
-            mean_flops = local.flops / self.group_size + sharded.flops / self.group_size
-            if mean_flops / self.step_time.flops_per_second >= max_seconds:
-                break  # the mean only grows when more sequences are sharded
             local_sequences = longest_first[num_sharded:]
             if self._min_seconds(local_sequences, local, sharded, tokens) >= max_seconds:
                 continue
@@ -252,6 +250,19 @@ class _Step:
                 placement = [SHARDED] * num_sharded + ranks  # the longest sequence first
                 best = PlacedMicroBatch(ascending, placement[::-1], seconds)
         return best
+
+    def _sums_when_sharded(self, sequences: list[int]) -> Iterator[tuple[int, Load, Load]]:
+        """Yield tokens and work of the first 0, 1, ... sequences, if sharded, and the work of the others, if local."""
+        all_local = Load.sum(self.local_loads[i] for i in sequences)
+        sharded_tokens = accumulate((self.padded_sizes[i] for i in sequences), initial=0)
+        sharded_loads = accumulate((self.sharded_loads[i] for i in sequences), Load.plus, initial=NO_LOAD)
+        local_loads = accumulate((self.local_loads[i] for i in sequences), Load.minus, initial=all_local)
+        return zip(sharded_tokens, sharded_loads, local_loads, strict=True)
+
+    def _mean_seconds(self, local: Load, sharded: Load) -> float:
+        """Return the mean seconds of computation of a rank, without exchanges."""
+        mean_flops = local.flops / self.group_size + sharded.flops / self.group_size
+        return mean_flops / self.step_time.flops_per_second
 
     def _min_seconds(self, descending: list[int], local: Load, sharded: Load, sharded_tokens: int) -> float:
         """Bound the time from below for ``descending`` local sequences, of work ``local``, and sharded ones."""

@@ -228,12 +228,9 @@ def assign_balanced(
     else:
         assert costs is not None, "balancing needs the costs of packs"
     order = _order_for_steps(packs.num_packs, costs, options, tree_parts)
-    num_full_steps = packs.num_packs // options.packs_per_step
-    if num_packs is not None and packs.num_packs > num_packs:
-        num_full_steps = math.ceil(num_packs / options.packs_per_step) - 1  # the last step takes all further packs
+    num_full_steps = _num_full_steps(packs.num_packs, num_packs, options.packs_per_step)
     num_in_full_steps = num_full_steps * options.packs_per_step
-    full_steps = order[:num_in_full_steps].reshape(num_full_steps, options.packs_per_step)
-    full_order = _assign_full_steps(full_steps, costs, world_size).reshape(-1)
+    full_order = _assign_full_steps(order[:num_in_full_steps], costs, options)
     last_order, last_sizes = _assign_last_step(order[num_in_full_steps:], world_size, packs_per_micro_batch, costs)
     micro_batches_per_step = [world_size * accumulation] * num_full_steps
     full_sizes = np.full(sum(micro_batches_per_step), packs_per_micro_batch, dtype=np.int64)
@@ -244,6 +241,12 @@ def assign_balanced(
         micro_batch_sizes=np.append(full_sizes, last_sizes),
         micro_batches_per_step=np.array(micro_batches_per_step, dtype=np.int64),
     )
+
+
+def _num_full_steps(num_packs: int, max_packs: int | None, packs_per_step: int) -> int:
+    if max_packs is not None and num_packs > max_packs:
+        return math.ceil(max_packs / packs_per_step) - 1  # the last step takes all further packs
+    return num_packs // packs_per_step
 
 
 def check_counts(**counts: int) -> None:
@@ -265,13 +268,14 @@ def _order_for_steps(
     return order if tree_parts is None else tree_parts.reorder(order, options.packs_per_step)
 
 
-def _assign_full_steps(steps: Int64Array, costs: Costs | None, num_ranks: int) -> Int64Array:
-    """Sort the packs of full steps, (S, n), by rank; without ``costs`` of all packs, (K,), ranks take them in turn."""
+def _assign_full_steps(packs: Int64Array, costs: Costs | None, options: PlanOptions) -> Int64Array:
+    """Sort the packs of full steps, (n,), by rank; without ``costs`` of all packs, (K,), ranks take them in turn."""
     if costs is None:
-        turns = steps.reshape(len(steps), steps.shape[1] // num_ranks, num_ranks)
-        return turns.transpose(0, 2, 1).reshape(steps.shape)
-    rank_packs = assign_evenly(costs[steps], num_ranks)  # columns of ``steps``
-    return np.take_along_axis(steps, rank_packs.reshape(steps.shape), axis=1)
+        rounds = packs.reshape(-1, options.packs_per_step // options.world_size, options.world_size)
+        return rounds.transpose(0, 2, 1).reshape(-1)
+    steps = packs.reshape(-1, options.packs_per_step)
+    rank_packs = assign_evenly(costs[steps], options.world_size)  # columns of ``steps``
+    return np.take_along_axis(steps, rank_packs.reshape(steps.shape), axis=1).reshape(-1)
 
 
 def _assign_last_step(
@@ -325,24 +329,29 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
 
 def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     """Assign packs to ranks, all steps at once; arguments and result as for ``assign_evenly``."""
+    rank_packs = _assign_in_rounds(costs, num_ranks)
+    if rank_packs.shape[2] <= 1 or num_ranks == 1:
+        return rank_packs
+    pack_costs = costs[np.arange(len(costs))[:, None, None], rank_packs]
+    _even_out_by_swaps(pack_costs, rank_packs)  # in place
+    # The heaviest pack of each rank first: micro-batches that run at the same time then have similar work, too.
+    return np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
+
+
+def _assign_in_rounds(costs: Costs, num_ranks: int) -> Int64Array:
+    """Give each rank one of the heaviest packs left in each round: the rank with the least work gets the heaviest."""
     num_steps, num_packs = costs.shape
     packs_per_rank = num_packs // num_ranks
     rank_packs = np.empty((num_steps, num_ranks, packs_per_rank), dtype=np.int64)
     rank_work = np.zeros((num_steps, num_ranks))
     steps = np.arange(num_steps)[:, None]
-    # In each round every rank gets one of the heaviest packs left: the rank with the least work gets the heaviest.
     heaviest_first = np.argsort(-costs, axis=1, kind="stable").reshape(num_steps, packs_per_rank, num_ranks)
     for round_index in range(packs_per_rank):
         packs = heaviest_first[:, round_index]  # (steps, ranks)
         lightest_ranks_first = np.argsort(rank_work, axis=1, kind="stable")
         rank_packs[steps, lightest_ranks_first, round_index] = packs
         rank_work[steps, lightest_ranks_first] += costs[steps, packs]
-    if packs_per_rank <= 1 or num_ranks == 1:
-        return rank_packs
-    pack_costs = costs[steps[:, :, None], rank_packs]
-    _even_out_by_swaps(pack_costs, rank_packs)  # in place
-    # The heaviest pack of each rank first: micro-batches that run at the same time then have similar work, too.
-    return np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
+    return rank_packs
 
 
 def _even_out_by_swaps(costs: Costs, rank_packs: Int64Array) -> None:
@@ -350,25 +359,33 @@ def _even_out_by_swaps(costs: Costs, rank_packs: Int64Array) -> None:
 
     Changes ``rank_packs`` and their ``costs``, (steps, ranks, packs of a rank), in place.
     """
-    packs_per_rank = rank_packs.shape[2]
     steps = np.arange(len(rank_packs))  # (s,), those where the last swap helped
     for _ in range(_MAX_SWAPS):
-        loads = costs[steps].sum(axis=2)
-        heavy_rank, light_rank = loads.argmax(axis=1), loads.argmin(axis=1)  # (s,)
-        gap = loads.max(axis=1) - loads.min(axis=1)
-        gaps_after = _gaps_after_swap(costs[steps, heavy_rank], costs[steps, light_rank], gap)
-        best_pair = gaps_after.argmin(axis=1)
-        is_better = gaps_after.min(axis=1) < gap * (1 - 1e-9)  # by more than rounding errors
+        is_better, heavy_packs, light_packs = _find_swaps(costs[steps])
         if not is_better.any():
             return
         steps = steps[is_better]
-        heavy_pack, light_pack = np.unravel_index(best_pair[is_better], (packs_per_rank, packs_per_rank))
         # Indices of one pack of each step.
-        heavy = steps, heavy_rank[is_better], heavy_pack
-        light = steps, light_rank[is_better], light_pack
+        heavy = steps, *heavy_packs[:, is_better]
+        light = steps, *light_packs[:, is_better]
         # Indexing with arrays copies, so both sides can be assigned at once.
         rank_packs[heavy], rank_packs[light] = rank_packs[light], rank_packs[heavy]
         costs[heavy], costs[light] = costs[light], costs[heavy]
+
+
+def _find_swaps(costs: Costs) -> tuple[npt.NDArray[np.bool_], Int64Array, Int64Array]:
+    """Find the packs of the heaviest and the lightest rank whose swap evens these out best, in each of s steps.
+
+    Returns whether the swap helps, (s,), and rank and index of either pack, (2, s). ``costs`` are (s, ranks, packs).
+    """
+    steps = np.arange(len(costs))
+    loads = costs.sum(axis=2)
+    heavy_rank, light_rank = loads.argmax(axis=1), loads.argmin(axis=1)
+    gap = loads.max(axis=1) - loads.min(axis=1)
+    gaps_after = _gaps_after_swap(costs[steps, heavy_rank], costs[steps, light_rank], gap)
+    heavy_pack, light_pack = np.divmod(gaps_after.argmin(axis=1), costs.shape[2])
+    is_better = gaps_after.min(axis=1) < gap * (1 - 1e-9)  # by more than rounding errors
+    return is_better, np.stack((heavy_rank, heavy_pack)), np.stack((light_rank, light_pack))
 
 
 def _gaps_after_swap(heavy_costs: Costs, light_costs: Costs, gap: Costs) -> Costs:

@@ -55,9 +55,6 @@ class _VisionNames(NamedTuple):
         """Read the names and widths from a model's ``config.json``; it must have a vision tower."""
         vision: Mapping[str, Any] = config["vision_config"]
         hidden = _tower_width(vision)
-        mlp_width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-        if vision.get("model_type") in _GLM4V_TOWERS:
-            mlp_width = int(vision["out_hidden_size"])
         num_heads = first_setting(vision, "num_heads", "num_attention_heads") or 1
         num_key_heads = first_setting(vision, "num_key_value_heads") or num_heads
         key_and_value_width = 2 * hidden * num_key_heads // num_heads
@@ -70,7 +67,13 @@ class _VisionNames(NamedTuple):
         is_gated = str(vision.get("hidden_act")) in _GATED or vision.get("model_type") in _GATED_TOWERS
         if is_gated:
             up, down = "up_proj", "down_proj"
-        return cls(hidden, mlp_width, qkv_outputs, up, down, is_gated)
+        return cls(hidden, _mlp_width(vision, hidden), qkv_outputs, up, down, is_gated)
+
+
+def _mlp_width(vision: Mapping[str, Any], hidden: int) -> int:
+    if vision.get("model_type") in _GLM4V_TOWERS:
+        return int(vision["out_hidden_size"])
+    return int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
 
 
 def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
@@ -80,28 +83,26 @@ def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
     if not hidden:
         return
     patches = vision_patches(config)
-    num_patches, num_positions = float(patches.num_patches), float(patches.num_positions)
+    num_positions = float(patches.num_positions)
     module = partial(new_module, "model.visual.", part="vision tower", uses_per_unit=num_positions, has_bias=True)
-    values_per_patch = _values_per_patch(vision)
-    yield module("patch_embed.proj", values_per_patch, hidden, kind="convolution", uses_per_unit=num_patches)
-    num_embeddings = int(vision.get("num_position_embeddings") or 0)
-    if num_embeddings:
-        yield module("pos_embed", num_embeddings, hidden, kind="no_matmul")
+    yield from _embedding_modules(module, vision, hidden, float(patches.num_patches))
     names = _VisionNames.of_config(config)
     merge_layer = _early_merge_layer(config)
     share = 1.0  # of the positions, in this layer
-    pair_flops = 4.0 * hidden  # of attention: 2 each for a score and a sum of values, for every channel
     for layer in range(_depth(vision)):
         block = partial(module, layer=layer, uses_per_unit=num_positions * share)
-        if layer in patches.full_layers:
-            attention_flops = {"flops_per_square": pair_flops * share**2}
-        else:
-            num_pairs = num_positions * share * patches.positions_per_window
-            attention_flops = {"flops_per_unit": pair_flops * num_pairs}
-        yield from _vision_layer(block, f"blocks.{layer}", names, attention_flops)
+        yield from _vision_layer(block, f"blocks.{layer}", names, patches.attention_flops(layer, hidden, share))
         if layer == merge_layer:
             yield from _early_merger_modules(module, hidden, names.mlp_width, patches.num_positions)
             share = 1 / 4  # 2 x 2 positions are merged
+
+
+def _embedding_modules(module: Any, vision: Mapping[str, Any], hidden: int, num_patches: float) -> Iterator[ModuleCost]:
+    """Yield the modules that embed patches and, where these have weights, their positions."""
+    yield module("patch_embed.proj", _values_per_patch(vision), hidden, kind="convolution", uses_per_unit=num_patches)
+    num_embeddings = int(vision.get("num_position_embeddings") or 0)
+    if num_embeddings:
+        yield module("pos_embed", num_embeddings, hidden, kind="no_matmul")
 
 
 def _values_per_patch(vision: Mapping[str, Any]) -> int:
@@ -160,17 +161,17 @@ def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[M
         return (_projector_modules(module, projector, _projector_widths(config, text_hidden)),)
     output_width = int(vision.get("out_hidden_size") or text_hidden)
     merged_width = hidden * _merge_side(config) ** 2
-    is_omni = "audio_config" in config
-    up, down, norm = "linear_fc1", "linear_fc2", "norm"
-    if is_omni or not _is_qwen3(vision):
-        up, down, norm = "mlp.0", "mlp.2", "ln_q"
-    mergers = []
-    for name in _merger_names(config):
-        norm_module = module(f"{name}.{norm}", 1, hidden, kind="no_matmul")
-        up_module = module(f"{name}.{up}", merged_width, merged_width)
-        down_module = module(f"{name}.{down}", merged_width, output_width)
-        mergers.append((norm_module, up_module, down_module))
-    return tuple(mergers)
+    norm, up, down = "norm", "linear_fc1", "linear_fc2"
+    if "audio_config" in config or not _is_qwen3(vision):
+        norm, up, down = "ln_q", "mlp.0", "mlp.2"
+    return tuple(
+        (
+            module(f"{name}.{norm}", 1, hidden, kind="no_matmul"),
+            module(f"{name}.{up}", merged_width, merged_width),
+            module(f"{name}.{down}", merged_width, output_width),
+        )
+        for name in _merger_names(config)
+    )
 
 
 def _projector_modules(module: Any, projector: Sequence[str], widths: Mapping[str, int]) -> tuple[ModuleCost, ...]:
@@ -258,6 +259,13 @@ class VisionPatches(NamedTuple):
     tile_squares: int = 0
     squares_per_token: float = 0.0
 
+    def attention_flops(self, layer: int, hidden: int, share: float) -> dict[str, float]:
+        """Return the FLOPs of a layer's attention, by field of ``ModuleCost``, to a ``share`` of the positions."""
+        pair_flops = 4.0 * hidden  # 2 each for a score and a sum of values, for every channel
+        if layer in self.full_layers:
+            return {"flops_per_square": pair_flops * share**2}
+        return {"flops_per_unit": pair_flops * (float(self.num_positions) * share * self.positions_per_window)}
+
 
 def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     """Compute the patches of a unit of the vision tower."""
@@ -327,17 +335,17 @@ def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
     convolutions = _qwen3_convolutions if is_qwen3 else _qwen2_convolutions
     yield from convolutions(module, audio, hidden)
     mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
-    num_pairs = num_positions * _audio_window(audio)
-    attention_flops = 4 * hidden * num_pairs
+    attention_flops = 4 * hidden * num_positions * _audio_window(audio)
     for layer in range(depth):
         yield from _audio_layer(partial(module, layer=layer), f"layers.{layer}", hidden, mlp_width, attention_flops)
     yield module("ln_post", 1, hidden, kind="no_matmul")
     output_width = int(audio.get("output_dim") or hidden)
+    projection = partial(module, uses_per_unit=1.0)
     if is_qwen3:
-        yield module("proj1", hidden, hidden, uses_per_unit=1.0, part="aligner")
-        yield module("proj2", hidden, output_width, uses_per_unit=1.0, part="aligner")
+        yield projection("proj1", hidden, hidden, part="aligner")
+        yield projection("proj2", hidden, output_width, part="aligner")
     else:
-        yield module("proj", hidden, output_width, uses_per_unit=1.0)
+        yield projection("proj", hidden, output_width)
 
 
 def _audio_window(audio: Mapping[str, Any]) -> int:

@@ -143,12 +143,8 @@ class Media:
         other_tokens = (sample_tokens - largest_tokens) / np.maximum(num_others, 1)  # of each other medium
         other_squares = (other_tokens * patches_per_token) ** 2
         largest_squares = np.maximum(sample_squares - num_others * other_squares, 0)
-        # One medium after the other, the largest of each sample first.
-        first_indices = np.cumsum(counts) - counts
-        media_tokens = np.repeat(other_tokens, counts)
-        media_tokens[first_indices] = largest_tokens
-        media_squares = np.repeat(other_squares, counts)
-        media_squares[first_indices] = largest_squares
+        media_tokens = _first_and_others(largest_tokens, other_tokens, counts)
+        media_squares = _first_and_others(largest_squares, other_squares, counts)
         return cls(np.repeat(samples, counts), media_tokens, media_squares, sounds=np.zeros(len(media_tokens)))
 
     def with_sounds(self, tokens: IntArray, num_audios: IntArray, num_videos: IntArray) -> Media:
@@ -165,6 +161,13 @@ class Media:
         added = np.repeat(samples, counts), zeros, zeros, sounds
         columns = zip((self.samples, self.tokens, self.squares, self.sounds), added, strict=True)
         return Media(*map(np.concatenate, columns))
+
+
+def _first_and_others(first: Costs, others: Costs, counts: Int64Array) -> Costs:
+    """List values of single media, (n,): of each of S samples the value of its first medium, then of the others."""
+    values = np.repeat(others, counts)
+    values[np.cumsum(counts) - counts] = first
+    return values
 
 
 def _largest_tokens(

@@ -7,7 +7,7 @@ the order of packs changes, by which steps take them, and nothing changes where 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -188,10 +188,9 @@ class _Swaps:
         self.position_of: list[int] = invert_order(items).tolist()  # by item
         self._offsets: list[int] = offsets.tolist()
         self._bin_of: list[int] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).tolist()  # by position
-        # The trees of item i are ``_trees[_tree_starts[i] : _tree_starts[i + 1]]``.
-        by_item = np.argsort(items_in_trees, kind="stable")
-        self._trees: list[int] = trees[by_item].tolist()
-        self._tree_starts = np.searchsorted(items_in_trees[by_item], np.arange(len(items) + 1)).tolist()
+        self._trees_of = defaultdict[int, list[int]](list)  # by item
+        for tree, item in zip(trees.tolist(), items_in_trees.tolist(), strict=True):
+            self._trees_of[item].append(tree)
         self._limits = limits
         # Sums of each bin, by limit.
         self._sums = [np.add.reduceat(np.array(amounts)[items], offsets[:-1]).tolist() for amounts, _ in limits]
@@ -205,31 +204,27 @@ class _Swaps:
         for other in islice(others, _MAX_ATTEMPTS_PER_ITEM):
             self._attempts_left -= 1
             if self._can_replace(position, other) and self._can_replace(other, position):
-                self._swap(position, other)
+                item, other_item = self.items[position], self.items[other]
+                self._replace(position, other_item)
+                self._replace(other, item)
                 return
 
     def _is_alone(self, position: int) -> bool:
         """Check that no other item of its bin has one of an item's trees."""
         counts = self._counts_in(self._bin_of[position])
-        return all(counts[tree] == 1 for tree in self._trees_of(self.items[position]))
+        return all(counts[tree] == 1 for tree in self._trees_of[self.items[position]])
 
     def _can_replace(self, position: int, other: int) -> bool:
         """Check that the item at ``other`` fits at ``position``: within all limits, and without repeating a tree."""
         leaving, entering = self.items[position], self.items[other]
         bin_index = self._bin_of[position]
-        counts, leaving_trees = self._counts_in(bin_index), self._trees_of(leaving)
-        if any(counts[tree] > (1 if tree in leaving_trees else 0) for tree in self._trees_of(entering)):
+        counts, leaving_trees = self._counts_in(bin_index), self._trees_of[leaving]
+        if any(counts[tree] > (1 if tree in leaving_trees else 0) for tree in self._trees_of[entering]):
             return False
         return all(
             sums[bin_index] - amounts[leaving] + amounts[entering] <= maximum
             for sums, (amounts, maximum) in zip(self._sums, self._limits, strict=True)
         )
-
-    def _swap(self, position: int, other: int) -> None:
-        """Swap the items at two positions."""
-        item, other_item = self.items[position], self.items[other]
-        self._replace(position, other_item)
-        self._replace(other, item)
 
     def _replace(self, position: int, entering: int) -> None:
         """Put an item at a position, and change the sums and counts of its bin."""
@@ -237,8 +232,8 @@ class _Swaps:
         for sums, (amounts, _) in zip(self._sums, self._limits, strict=True):
             sums[bin_index] += amounts[entering] - amounts[leaving]
         counts = self._counts_in(bin_index)
-        counts.subtract(self._trees_of(leaving))
-        counts.update(self._trees_of(entering))
+        counts.subtract(self._trees_of[leaving])
+        counts.update(self._trees_of[entering])
         self.items[position] = entering
         self.position_of[entering] = position
 
@@ -246,11 +241,8 @@ class _Swaps:
         """Count the items of a bin in each tree; the returned counter is kept up to date."""
         if bin_index not in self._counts:
             items = self.items[self._offsets[bin_index] : self._offsets[bin_index + 1]]
-            self._counts[bin_index] = Counter(chain.from_iterable(self._trees_of(item) for item in items))
+            self._counts[bin_index] = Counter(chain.from_iterable(self._trees_of[item] for item in items))
         return self._counts[bin_index]
-
-    def _trees_of(self, item: int) -> list[int]:
-        return self._trees[self._tree_starts[item] : self._tree_starts[item + 1]]
 
 
 def _distinct(lists: Iterable[list[int]]) -> list[list[int]]:
