@@ -293,16 +293,9 @@ def _chart(
     finite_curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not finite_curves:
         return None
-    fixed_ends = [end for end in (low, high) if end is not None]
-    padded_low, padded_high = _padded_range(finite_curves, fixed_ends)
-    if suffix == "%":
-        padded_low, padded_high = max(padded_low, 0.0), min(padded_high, 100.0)
-    if low is None:
-        low = padded_low
-    if high is None:
-        high = padded_high
     x = _step_axis(records)
-    y = Axis.linear(title, low, high, num_ticks=5, suffix=suffix)
+    y_low, y_high = _value_range(finite_curves, low, high, is_percent=suffix == "%")
+    y = Axis.linear(title, y_low, y_high, num_ticks=5, suffix=suffix)
     shapes = []
     for curve in finite_curves:
         shapes += _curve_paths(curve, x, y)
@@ -314,11 +307,17 @@ def _chart(
     return Chart(x, y, shapes, notes)
 
 
-def _padded_range(curves: Sequence[Curve], fixed_ends: Sequence[float]) -> tuple[float, float]:
-    """Return a range slightly beyond the finite values of all curves and the fixed ends of their axis."""
+def _value_range(
+    curves: Sequence[Curve], low: float | None, high: float | None, *, is_percent: bool
+) -> tuple[float, float]:
+    """Return the ends of the vertical axis: ``low`` and ``high`` or, where None, slightly beyond all finite values."""
     finite_values = [curve.y[np.isfinite(curve.y)] for curve in curves]
+    fixed_ends = [end for end in (low, high) if end is not None]
     values = np.concatenate([np.array(fixed_ends), *finite_values])
-    return _padded(float(values.min()), float(values.max()), fraction=0.05)
+    padded_low, padded_high = _padded(float(values.min()), float(values.max()), fraction=0.05)
+    if is_percent:
+        padded_low, padded_high = max(padded_low, 0.0), min(padded_high, 100.0)
+    return padded_low if low is None else low, padded_high if high is None else high
 
 
 def _step_axis(records: Records) -> Axis:

@@ -80,12 +80,7 @@ class Axis:
             first_multiple = math.ceil(low / step - 1e-9)
             last_multiple = math.floor(high / step + 1e-9)
             values = [i * step for i in range(first_multiple, last_multiple + 1)]
-        spacing = values[1] - values[0] if len(values) > 1 else 1.0  # a single tick has no spacing
-        num_decimals = 0  # the fewest that represent the spacing exactly, at most 4
-        while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
-            num_decimals += 1
-        ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
-        return cls(name, low, high, ticks)
+        return cls(name, low, high, [(value, label + suffix) for value, label in _labeled(values)])
 
     @classmethod
     def logarithmic(cls, name: str, low: float, high: float) -> Axis:
@@ -122,6 +117,15 @@ def _round_step(min_step: float, *, integers: bool) -> float:
         if is_large_enough and (not integers or step == int(step)):
             return step
     return 1.0
+
+
+def _labeled(values: Sequence[float]) -> list[tuple[float, str]]:
+    """Return the values of evenly spaced ticks with their labels, all with the same number of decimals."""
+    spacing = values[1] - values[0] if len(values) > 1 else 1.0  # a single tick has no spacing
+    num_decimals = 0  # the fewest that represent the spacing exactly, at most 4
+    while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
+        num_decimals += 1
+    return [(value, _label(value, spacing, num_decimals)) for value in values]
 
 
 def _label(value: float, spacing: float, num_decimals: int) -> str:

@@ -28,7 +28,7 @@ from packtool.encode.families import MediaLimits, pad_ids_of
 from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
-from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
+from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.progress import Progress
 from packtool.report.regions import PICTURE, ShownRegion, regions_of
 from packtool.report.tables import Figures, Line, filled_lines
@@ -45,10 +45,7 @@ Medium = EncodedImage | EncodedVideo | EncodedAudio
 def cache_figures(directory: str) -> dict[str, Any]:
     """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows."""
     directory = storage.normalize(directory)
-    has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))  # files of an unfinished export
-    if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
-        problem = f"{directory}: the export of this cache is not finished; {num_finished(directory)} shards are"
-        raise MismatchError(problem, "Run the same packtool export command again to resume it.")
+    _check_export_finished(directory)
     manifest = Manifest.read(directory)
     identity = manifest.identity
     return {
@@ -69,6 +66,13 @@ def cache_figures(directory: str) -> dict[str, Any]:
         "splits": {name: _split_figures(split) for name, split in manifest.splits.items()},
         "max_length": manifest.max_length,
     }
+
+
+def _check_export_finished(directory: str) -> None:
+    has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))  # files of an unfinished export
+    if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
+        problem = f"{directory}: the export of this cache is not finished; {num_finished(directory)} shards are"
+        raise MismatchError(problem, "Run the same packtool export command again to resume it.")
 
 
 def _changed_settings(identity: Identity) -> dict[str, Any]:
@@ -137,10 +141,7 @@ def _dropped_lines(figures: Figures) -> list[Line]:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a sample in one style; media and truncated tokens are described in brackets.
-
-    ``weight`` is the loss weight of trained tokens.
-    """
+    """Tokens of a sample in one style and, if trained, of one loss weight; media and truncated ones are described."""
 
     style: Style
     text: str
@@ -235,10 +236,11 @@ class Decoder:
             else:
                 # Placeholder tokens without a medium are shown as text.
                 end = _end_of_text(kinds, start, styles)
-                text = self._tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
-                style, weight = styles[start]
-                yield Part(style, text, weight)
+                yield self._text_part(sample.input_ids[start:end].tolist(), *styles[start])
                 start = end
+
+    def _text_part(self, tokens: Sequence[int], style: Style, weight: float) -> Part:
+        return Part(style, self._tokenizer.decode(tokens, skip_special_tokens=False), weight)
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
@@ -364,9 +366,6 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     """
     reader = CacheReader.open([directory])
     saved_plan = read_plan_of(reader, plan)
-    num_packs = len(saved_plan.offsets) - 1
-    if not 0 <= pack < num_packs:
-        raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
     sample_numbers, branches = _content_of_pack(saved_plan, pack)
     samples = [reader.sample(number) for number in sample_numbers]
     media_tokens = None
@@ -386,7 +385,10 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
 
 
 def _content_of_pack(plan: SavedPlan, pack: int) -> tuple[list[int], list[Branch]]:
-    """Return the samples of a pack, as positions in the cache, and their branches."""
+    """Return the samples of a pack, as positions in the cache, and their branches; raise if there is no such pack."""
+    num_packs = len(plan.offsets) - 1
+    if not 0 <= pack < num_packs:
+        raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
     in_pack = slice(int(plan.offsets[pack]), int(plan.offsets[pack + 1]))
     shared = None if plan.shared_tokens is None else plan.shared_tokens[in_pack]
     return plan.samples[in_pack].tolist(), find_branches(plan.lengths[in_pack], shared)
@@ -394,7 +396,7 @@ def _content_of_pack(plan: SavedPlan, pack: int) -> tuple[list[int], list[Branch
 
 def _branch_figures(
     branches: Sequence[Branch],
-    sample_numbers: Sequence[int],
+    sample_numbers: list[int],
     samples: Sequence[EncodedSample],
     media_tokens: MediaTokens | None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -414,13 +416,13 @@ def _branch_figures(
             "start": pack_start,
             "end": pack_start + branch.num_tokens,
             "positions": [branch.start, branch.stop - 1],
-            "prefix": None if branch.parent == NOTHING else prefix_numbers[branch.parent],
+            "prefix": prefix_numbers.get(branch.parent),  # None for ``NOTHING``
             "trained": _trained_ranges(branch, branch_samples, pack_start),
             "media": _media_texts(branch, branch_samples[0], media_tokens),
         }
         if branch.num_samples > 1:
             prefix_numbers[index] = len(prefixes)
-            prefixes.append({"samples": list(branch_numbers), **figures})
+            prefixes.append({"samples": branch_numbers, **figures})
         else:
             sample_figures.append({**_origin_figures(branch_numbers[0], branch_samples[0]), **figures})
         pack_start += branch.num_tokens

@@ -65,15 +65,10 @@ class RunLosses:
         if stream is not None:
             self.losses, self.stream = _of_stream(stream)
         elif has_history(self.run):
-            self.reader = CacheReader.open([*dict.fromkeys(name for name, *_ in read_history(self.run)[-1].caches)])
-            sizes = [*zip(self.reader.manifests, np.diff(self.reader.offsets), strict=True)]
-            for epoch_index, losses in losses_by_epoch(history).items():
-                columns = [losses.get(cache.fingerprint, np.full(size, np.nan)) for cache, size in sizes]
-                self.losses[epoch_index + 1] = np.concatenate(columns).astype(np.float32)
-        self.first = self.last = np.full_like(next(iter(self.losses.values()), np.empty(0, np.float32)), np.nan)
-        for values in self.losses.values():
-            self.first = np.where(np.isnan(self.first), values, self.first)
-            self.last = np.where(np.isnan(values), self.last, values)
+            newest_segment = read_history(self.run)[-1]
+            self.reader = CacheReader.open([*dict.fromkeys(cache for cache, *_ in newest_segment.caches)])
+            self.losses = _of_caches(self.reader, history)
+        self.first, self.last = _first_and_last([*self.losses.values()])
         if np.isnan(self.last).all():
             raise MismatchError(
                 f"{self.run} has no losses of its samples",
@@ -96,16 +91,7 @@ class RunLosses:
         if self.reader is None:
             return {**self.stream.to_pydict(), **losses}
         index = self.reader.index
-        columns: dict[str, list[Any]] = {name: [] for name in ("cache", "sample", "source", "row", "part")}
-        for cache, directory in enumerate(self.reader.directories):
-            origins = read_origins(self.reader, cache)
-            num_samples = len(origins.row)
-            parts = np.zeros((num_samples, 4), np.int32) if origins.part is None else origins.part
-            columns["cache"] += [directory] * num_samples
-            columns["sample"] += range(num_samples)
-            columns["source"] += [origins.files[number] for number in origins.file]
-            columns["row"] += origins.row.tolist()
-            columns["part"] += [vars(RowPart(*part)) if any(part) else None for part in parts.tolist()]
+        columns = _origin_columns(self.reader)
         columns["channel"] = [index.channels[number] if number >= 0 else None for number in index.channel]
         columns |= {"tokens": index.length.tolist(), "target_tokens": index.target_tokens.tolist()}
         return columns | losses
@@ -133,6 +119,40 @@ class RunLosses:
         columns |= {group: count(kind_of_sample[positions]) for group, positions in self.groups.items()}
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [{"name": name, **dict(zip(columns, row, strict=True))} for name, row in zip(names, rows, strict=True)]
+
+
+def _of_caches(reader: CacheReader, history: str) -> dict[int, npt.NDArray[np.float32]]:
+    """Return the losses of the N samples of all caches by 1-based epoch, (N,) each, from the history of their run."""
+    sizes = [*zip(reader.manifests, np.diff(reader.offsets), strict=True)]
+    losses = {}
+    for epoch_index, losses_of_caches in losses_by_epoch(history).items():
+        columns = [losses_of_caches.get(cache.fingerprint, np.full(size, np.nan)) for cache, size in sizes]
+        losses[epoch_index + 1] = np.concatenate(columns).astype(np.float32)
+    return losses
+
+
+def _first_and_last(epochs: Sequence[npt.NDArray[np.float32]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the first and the last loss of each sample, (N,), from the losses of each epoch; NaN if never trained."""
+    first = last = np.full_like(epochs[0], np.nan) if epochs else np.empty(0, np.float32)
+    for losses in epochs:
+        first = np.where(np.isnan(first), losses, first)
+        last = np.where(np.isnan(losses), last, losses)
+    return first, last
+
+
+def _origin_columns(reader: CacheReader) -> dict[str, list[Any]]:
+    """Return cache, number in the cache, file, row and part of the samples of all caches, as columns by name."""
+    columns: dict[str, list[Any]] = {name: [] for name in ("cache", "sample", "source", "row", "part")}
+    for cache, directory in enumerate(reader.directories):
+        origins = read_origins(reader, cache)
+        num_samples = len(origins.row)
+        parts = np.zeros((num_samples, 4), np.int32) if origins.part is None else origins.part
+        columns["cache"] += [directory] * num_samples
+        columns["sample"] += range(num_samples)
+        columns["source"] += [origins.files[number] for number in origins.file]
+        columns["row"] += origins.row.tolist()
+        columns["part"] += [vars(RowPart(*part)) if any(part) else None for part in parts.tolist()]
+    return columns
 
 
 def _of_stream(table: Any) -> tuple[dict[int, npt.NDArray[np.float32]], Any]:

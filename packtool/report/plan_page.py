@@ -48,10 +48,6 @@ def page_content(preview: Preview, figures: Figures, command: str, title: str) -
     """Collect the content of ``page`` about a plan; ``figures`` is the output of ``packtool plan --json``."""
     packs = preview.plan.full_packs
     first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each pack
-    balance = preview.plan.summary.balance
-    assert balance is not None, "previews are planned with costs"
-    has_ranks = preview.options.world_size > 1
-    padding = figures["padding_of_plain_batches"]  # without packing
     return {
         "title": title,
         "headline": _headline(figures),
@@ -63,22 +59,29 @@ def page_content(preview: Preview, figures: Figures, command: str, title: str) -
         "packs": [_branches(packs, start, stop) for start, stop in first_packs],
         "without_packing": {
             "rows": figures["rows_of_plain_batches"],
-            "padding": percent(padding),
+            "padding": percent(figures["padding_of_plain_batches"]),
             "times": times_without_packing(figures),
-            "shows_times": padding > _MIN_SHOWN_PADDING,
+            "shows_times": figures["padding_of_plain_batches"] > _MIN_SHOWN_PADDING,
         },
-        "balance": (_maxima(balance.steps_before), _maxima(balance.steps)) if has_ranks else None,
+        "balance": _balance_content(preview) if preview.options.world_size > 1 else None,
         "processes_per_rank": preview.first_inputs.sequence_parallel_size,
         "shared": _shared_content(packs, figures),
         "mixture": _mixture_content(preview, figures),
-        "figures": [
-            *plan_lines(figures),
-            ("costs from", str(figures["cost_model"])),
-            ("plan", str(figures["plan_fingerprint"])),
-            *([("caches", str(figures["cache_fingerprint"]))] if figures["cache_fingerprint"] else []),
-        ],
+        "figures": _figure_rows(figures),
         "commands": [("This page was made by", command)],
     }
+
+
+def _balance_content(preview: Preview) -> tuple[list[float], list[float]]:
+    """Return the load imbalance of each step with round-robin assignment, and as planned."""
+    balance = preview.plan.summary.balance
+    assert balance is not None, "previews are planned with costs"
+    return _maxima(balance.steps_before), _maxima(balance.steps)
+
+
+def _figure_rows(figures: Figures) -> list[tuple[str, str]]:
+    names = {"costs from": "cost_model", "plan": "plan_fingerprint", "caches": "cache_fingerprint"}
+    return [*plan_lines(figures), *((name, str(figures[key])) for name, key in names.items() if figures[key])]
 
 
 def _sample_counts(figures: Figures) -> list[tuple[str, int]]:
@@ -209,22 +212,27 @@ def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> lis
 
     ``shared``: tokens that each sample shares with the sample before it, (N,); a tree begins where this is 0.
     """
-    starts = np.flatnonzero(shared == 0)
-    stops = np.append(starts[1:], packs.num_samples)
-    tokens_saved = np.add.reduceat(shared, starts, dtype=np.int64)
-    num_saving = int(np.count_nonzero(tokens_saved))  # trees of a single sample save nothing
-    saving_trees = np.argsort(-tokens_saved, kind="stable")[:num_saving]  # the best first
+    trees = _saving_trees(shared)
     examples = []
-    if num_saving > 0:
-        examples.append(("The tree that saves most", saving_trees[0]))
-    if num_saving > 1:
-        examples.append(("The median tree", saving_trees[num_saving // 2]))
-    trees = []
-    for name, tree in examples:
-        start, stop = int(starts[tree]), int(stops[tree])
+    if len(trees) > 0:
+        examples.append(("The tree that saves most", trees[0]))
+    if len(trees) > 1:
+        examples.append(("The median tree", trees[len(trees) // 2]))
+    drawn_trees = []
+    for name, (start, stop) in examples:
         drawn_stop = min(stop, start + _MAX_TREE_SAMPLES)
-        trees.append((name, _tree_note(packs, start, stop), _branches(packs, start, drawn_stop)))
-    return trees
+        drawn_trees.append((name, _tree_note(packs, start, stop), _branches(packs, start, drawn_stop)))
+    return drawn_trees
+
+
+def _saving_trees(shared: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    """Return the first sample of each tree that saves tokens and the one after its last, (trees, 2), the best first."""
+    starts = np.flatnonzero(shared == 0)
+    stops = np.append(starts[1:], len(shared))
+    tokens_saved = np.add.reduceat(shared, starts, dtype=np.int64)
+    num_saving = np.count_nonzero(tokens_saved)  # trees of a single sample save nothing
+    best_first = np.argsort(-tokens_saved, kind="stable")
+    return np.stack((starts, stops), axis=1)[best_first[:num_saving]]
 
 
 def _tree_note(packs: PackPlan, start: int, stop: int) -> str:
@@ -253,26 +261,32 @@ def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
 
 def page(content: Figures) -> str:
     """Return the page as HTML; ``content`` is the result of ``page_content``."""
-    mixture, capacity, shared = content["mixture"], content["capacity"], content["shared"]
-    num_samples, num_packs = sum(content["lengths"].counts), sum(content["fills"].counts)
-    is_packed = num_samples > num_packs
+    mixture, shared = content["mixture"], content["shared"]
     figures, fingerprints = _split_fingerprints(content["figures"])
-    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
     return render(
         "plan.html",
         plan=content,
-        is_packed=is_packed,
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
         figures=figures,
         commands=[*content["commands"], *fingerprints],
-        lengths=histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
-        fills=histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
         trees=[(name, note, tree_drawing(branches)) for name, note, branches in shared["trees"]] if shared else [],
+        **_histograms(content),
         **_balance_chart_of(content["balance"]),
         **_use_of_samples(content["sample_counts"]),
-        **_pack_drawings(content["packs"], capacity, batch_size=content["without_packing"]["rows"]),
+        **_pack_drawings(content["packs"], content["capacity"], batch_size=content["without_packing"]["rows"]),
     )
+
+
+def _histograms(content: Figures) -> dict[str, Any]:
+    """Return charts of the lengths of samples and of the fill of packs, and whether packs have several samples."""
+    is_packed = sum(content["lengths"].counts) > sum(content["fills"].counts)
+    pack_limit = [(float(content["capacity"]), f"pack: {content['capacity']:,}")] if is_packed else []
+    return {
+        "is_packed": is_packed,
+        "lengths": histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
+        "fills": histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
+    }
 
 
 def _balance_chart_of(balance: tuple[list[float], list[float]] | None) -> dict[str, Any]:

@@ -125,21 +125,8 @@ class ShownPacks:
         has_packs = len(self.numbers) > 0
         if self._plan.locations is None or self._pack_locations is None or not has_packs:
             return {}
-        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # of each sample of the plan
-        num_steps = int(step.max()) + 1
-        last_micro_batch = np.zeros(num_steps, np.int64)
-        np.maximum.at(last_micro_batch, step, micro_batch)
-        rank_tokens = np.zeros((num_steps, int(rank.max()) + 1), np.int64)
-        np.add.at(rank_tokens, (step, rank), self._plan.lengths)
         step_of_pack = self._pack_locations[:, _STEP]
-        figures = {  # of all steps, by the names in ``samples.js``
-            "number": np.arange(num_steps),
-            "packs": np.bincount(step_of_pack, minlength=num_steps),
-            "microBatches": last_micro_batch + 1,
-            "tokens": rank_tokens.sum(axis=1),
-            "least": rank_tokens.min(axis=1),
-            "most": rank_tokens.max(axis=1),
-        }
+        figures = _figures_of_steps(self._plan.locations, self._plan.lengths, step_of_pack)
         shown_steps = np.unique(step_of_pack[self.numbers])
         return {name: values[shown_steps] for name, values in figures.items()}
 
@@ -154,6 +141,29 @@ class ShownPacks:
 
     def _slice(self, pack: int) -> slice:
         return slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))
+
+
+def _figures_of_steps(
+    locations: npt.NDArray[Any], lengths: npt.NDArray[Any], step_of_pack: Int64Array
+) -> dict[str, Int64Array]:
+    """Return figures of the S steps of a plan, (S,) each, by their names in ``samples.js``.
+
+    ``locations`` (N, 3) are step, rank and micro-batch of each sample, and ``lengths`` (N,) the tokens that it adds.
+    """
+    step, rank, micro_batch = locations.T.astype(np.int64)
+    num_steps = int(step.max()) + 1
+    last_micro_batch = np.zeros(num_steps, np.int64)
+    np.maximum.at(last_micro_batch, step, micro_batch)
+    rank_tokens = np.zeros((num_steps, int(rank.max()) + 1), np.int64)
+    np.add.at(rank_tokens, (step, rank), lengths)
+    return {
+        "number": np.arange(num_steps),
+        "packs": np.bincount(step_of_pack, minlength=num_steps),
+        "microBatches": last_micro_batch + 1,
+        "tokens": rank_tokens.sum(axis=1),
+        "least": rank_tokens.min(axis=1),
+        "most": rank_tokens.max(axis=1),
+    }
 
 
 def _locations_of_packs(plan: SavedPlan) -> Int64Array | None:

@@ -180,9 +180,7 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     """Return the drawing of the activities of each GPU in one step of a strategy: the baseline's median step."""
     timing = outcome.timing
     # Steps of ``sorted`` have other sequences, so it is shown by its own median step.
-    reference = outcome if outcome.name == "sorted" else simulation.baseline
-    steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
-    step = int(steps_by_time[len(steps_by_time) // 2])
+    step = _median_step(outcome if outcome.name == "sorted" else simulation.baseline)
     step_seconds = float(timing.step_seconds[step])
     gpu_names = _drawn_gpus(timing, step)
     rectangles = _step_rectangles(timing, step, list(gpu_names))
@@ -196,6 +194,11 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
         "times": [duration(step_seconds * fraction) for fraction in (0, 0.25, 0.5, 0.75, 1)],
         "legend": _legend(rectangles),
     }
+
+
+def _median_step(outcome: Outcome) -> int:
+    steps_by_time = outcome.timing.step_seconds.argsort(kind="stable")
+    return int(steps_by_time[len(steps_by_time) // 2])
 
 
 def _step_rectangles(timing: Timing, step: int, gpus: Sequence[int]) -> dict[str, list[Rectangle]]:
@@ -251,15 +254,7 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
     now = 0.0
     own_rows = schedule.row_keys == step * schedule.num_devices + gpu  # the GPU's parts of its micro-batches
     for row in np.flatnonzero(own_rows).tolist():
-        micro_batch_start = float(timing.micro_batch_starts[schedule.row_micro_batches[row]])
-        durations = {
-            "waiting": micro_batch_start - now,  # until all GPUs that share the micro-batch are ready
-            "local": float(timing.local[row]),
-            "communication": float(timing.exposed[row]),
-            "sharded": float(timing.sharded[row]),
-            "launching": float(timing.launching[row]),
-        }
-        for activity, seconds in durations.items():
+        for activity, seconds in _row_durations(timing, row, now).items():
             if seconds > _ROUNDING_ERROR:
                 yield activity, now, seconds
             now += seconds
@@ -268,3 +263,15 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
         yield "waiting", now, slowest_gpu_end - now
     if timing.synchronisation:
         yield "synchronisation", slowest_gpu_end, timing.synchronisation
+
+
+def _row_durations(timing: Timing, row: int, now: float) -> dict[str, float]:
+    """Return the seconds of each activity in a GPU's part of a micro-batch, in order; the GPU is idle since ``now``."""
+    micro_batch_start = float(timing.micro_batch_starts[timing.schedule.row_micro_batches[row]])
+    return {
+        "waiting": micro_batch_start - now,  # until all GPUs that share the micro-batch are ready
+        "local": float(timing.local[row]),
+        "communication": float(timing.exposed[row]),
+        "sharded": float(timing.sharded[row]),
+        "launching": float(timing.launching[row]),
+    }

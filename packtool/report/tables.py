@@ -260,14 +260,8 @@ def export_figures(summary: ExportSummary) -> dict[str, Any]:
 
 def export_lines(summary: ExportSummary) -> list[Line]:
     """Return the output of ``packtool export`` as (name, value)."""
-    samples = f"{summary.num_samples:,}"
-    if len(summary.num_samples_by_split) > 1:
-        samples_by_split = [f"{name} {count:,}" for name, count in summary.num_samples_by_split.items()]
-        samples += f" ({', '.join(samples_by_split)})"
-    if summary.pieces_added:  # further samples of rows that have become several
-        samples += f" from {summary.num_samples - summary.pieces_added:,} rows"
     figures = vars(summary) | {
-        "samples": samples,
+        "samples": _sample_counts(summary),
         "target_share": summary.target_tokens / (summary.tokens or 1),
         "media_share": summary.media_tokens / (summary.tokens or 1),
         "rate": summary.rows_made / summary.seconds if summary.seconds else 0.0,
@@ -280,6 +274,17 @@ def export_lines(summary: ExportSummary) -> list[Line]:
         *_optional_count_lines("rows listed in hygiene.jsonl", summary.hygiene),
         *filled_lines("export tokens", figures),
     ]
+
+
+def _sample_counts(summary: ExportSummary) -> str:
+    """Return the numbers of exported samples, of the samples of each split, and of their rows as text."""
+    text = f"{summary.num_samples:,}"
+    if len(summary.num_samples_by_split) > 1:
+        samples_by_split = [f"{name} {count:,}" for name, count in summary.num_samples_by_split.items()]
+        text += f" ({', '.join(samples_by_split)})"
+    if summary.pieces_added:  # further samples of rows that have become several
+        text += f" from {summary.num_samples - summary.pieces_added:,} rows"
+    return text
 
 
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:

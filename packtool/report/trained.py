@@ -136,14 +136,10 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     ``output_dir`` may be a checkpoint. ``model`` is the model's present directory; None if it has not moved.
     """
     output_dir = run_directory(output_dir)
-    step_index = step - 1
     segments = segments_of(output_dir)
-    segment, stop = _segment_of_step(segments, step_index)
-    if step_index >= segment.num_steps:
-        raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
-    replay = replay_segment(output_dir, segment, stop, model)
-    span = replay.timeline.span_at(step_index)  # the steps of one plan
-    plan, step_in_plan = span.plan, step_index - span.first_step
+    replay = _replay_step(output_dir, segments, step, model)
+    span = replay.timeline.span_at(step - 1)  # the steps of one plan
+    plan, step_in_plan = span.plan, step - 1 - span.first_step
     samples = plan.samples_of(step_in_plan, step_in_plan + 1)
     return {
         "step": step,
@@ -157,10 +153,13 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     }
 
 
-def _segment_of_step(segments: Sequence[tuple[Segment, int]], step_index: int) -> tuple[Segment, int]:
-    """Return the segment of a run that trains a step, or the last one, and the step after the segment."""
-    begun = [(segment, stop) for segment, stop in segments if segment.first <= step_index]
-    return begun[-1] if begun else segments[0]
+def _replay_step(output_dir: str, segments: Sequence[tuple[Segment, int]], step: int, model: str | None) -> Replay:
+    """Plan again the segment of a run that trains a step, 1-based; of ``segments``, each with the step after it."""
+    begun = [(segment, stop) for segment, stop in segments if segment.first < step]
+    segment, stop = begun[-1] if begun else segments[0]
+    if step > segment.num_steps:
+        raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
+    return replay_segment(output_dir, segment, stop, model)
 
 
 def _num_trained_steps(segments: Sequence[tuple[Segment, int]]) -> int:
@@ -229,17 +228,12 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     sample: dict[str, Any] = {}
     occurrences: list[dict[str, Any]] = []
     for segment, stop in segments:
-        has_steps = segment.first < stop
-        fingerprints = [cache_fingerprint for _, cache_fingerprint, _ in segment.caches]
-        cache_numbers = [number for number, each in enumerate(fingerprints) if each == fingerprint]
-        if not has_steps or not cache_numbers:
-            continue
-        replay = replay_segment(output_dir, segment, stop, model)
-        for cache_number in cache_numbers:
-            position = int(replay.reader.offsets[cache_number]) + row
-            sample = sample or _sample_figures(replay, position)
-            for location in replay.occurrences(position):
-                occurrences.append(_occurrence_figures(replay, position, *location))
+        is_trained_in_segment = any(trained == fingerprint for _, trained, _ in segment.caches)
+        if segment.first < stop and is_trained_in_segment:
+            replay = replay_segment(output_dir, segment, stop, model)
+            for position in replay.positions_of(fingerprint, row):
+                sample = sample or _sample_figures(replay, position)
+                occurrences += _occurrences(replay, position)
     return {
         **(sample or {"cache": directory, "sample": row}),
         "run": output_dir,
@@ -259,25 +253,27 @@ def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
 
 def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequence[Segment]) -> tuple[str, str]:
     """Return fingerprint and directory of a run's cache, by default its only one, which must have the row."""
-    trained_caches = {}  # (directory, number of samples) by fingerprint
+    directories, sizes = {}, {}  # by fingerprint
     for segment in segments:
         for directory, fingerprint, num_samples in segment.caches:
-            trained_caches[fingerprint] = (directory, num_samples)
-    if cache is None:
-        if len(trained_caches) > 1:
-            directories = ", ".join(directory for directory, _ in trained_caches.values())
-            problem = f"--row {row}: {output_dir} has trained several caches: {directories}"
-            raise ConfigError(problem, f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.")
-        fingerprint = next(iter(trained_caches))
-    else:
+            directories[fingerprint], sizes[fingerprint] = directory, num_samples
+    if cache is not None:
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
-    if fingerprint not in trained_caches:
+    elif len(directories) == 1:
+        fingerprint = next(iter(directories))
+    else:
+        problem = f"--row {row}: {output_dir} has trained several caches: {', '.join(directories.values())}"
+        raise ConfigError(problem, f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.")
+    if fingerprint not in directories:
         version = f"the present version of the cache {cache} ({fingerprint})"
         raise ConfigError(f"--run {output_dir} has not trained {version}")
-    directory, num_samples = trained_caches[fingerprint]
-    if row >= num_samples:
-        raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
-    return fingerprint, directory
+    if row >= sizes[fingerprint]:
+        raise ConfigError(f"--row {row}: {directories[fingerprint]} has samples 0 to {sizes[fingerprint] - 1}")
+    return fingerprint, directories[fingerprint]
+
+
+def _occurrences(replay: Replay, position: int) -> list[dict[str, Any]]:
+    return [_occurrence_figures(replay, position, *location) for location in replay.occurrences(position)]
 
 
 def _occurrence_figures(

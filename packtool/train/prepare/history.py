@@ -432,11 +432,7 @@ def begin_ledger(reader: CacheReader) -> Ledger:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A segment of a run, planned again.
-
-    Args:
-        stop: the first step after the segment, or the first that was not trained.
-    """
+    """A segment of a run, planned again; ``stop`` is the first step after it, or the first that was not trained."""
 
     segment: Segment
     stop: int
@@ -445,6 +441,11 @@ class Replay:
     @property
     def reader(self) -> CacheReader:
         return self.timeline.inputs.for_training.reader
+
+    def positions_of(self, fingerprint: str, row: int) -> list[int]:
+        """Return the positions of sample ``row`` of a cache, one for each time that the run names the cache."""
+        starts = zip(self.segment.caches, self.reader.offsets.tolist(), strict=False)  # the last offset is the end
+        return [start + row for (_, cache_fingerprint, _), start in starts if cache_fingerprint == fingerprint]
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Yield step, epoch, rank, micro-batch and pack of the epoch's plan of each time that a sample was trained."""
