@@ -138,15 +138,17 @@ class TorchVarlenKernel(Kernel):
         if "enable_gqa" in parameters:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         else:
-            num_copies = q.shape[1] // k.shape[1]
-            k = k.repeat_interleave(num_copies, dim=1)
-            v = v.repeat_interleave(num_copies, dim=1)
+            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         # With prefixes among the keys, causal masks must be aligned at the last tokens. torch uses cuDNN, which does
         # not do this, only if both ``cu_seqlens`` are the same tensor.
         keys = varlen.key_boundaries
         boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
         out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
         return out[..., :value_dim]
+
+
+def _repeat_heads(keys_or_values: Tensor, num_heads: int) -> Tensor:
+    return keys_or_values.repeat_interleave(num_heads // keys_or_values.shape[1], dim=1)
 
 
 def _window_and_causal_options(parameters: Collection[str], varlen: Varlen, window: int | None) -> dict[str, Any]:

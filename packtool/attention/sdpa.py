@@ -31,17 +31,21 @@ class SdpaKernel(Kernel):
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
         has_groups = q.shape[1] != k.shape[1]
-        for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.key_boundaries.documents(len(k)), strict=True):
-            # (1, H, T, D) each.
-            query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
-            for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, varlen.causal, q.device):
-                heads = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-                is_causal = varlen.causal and mask is None
-                out = F.scaled_dot_product_attention(
-                    *heads, mask, dropout, is_causal, scale=scale, enable_gqa=has_groups
-                )
-                outs.append(out.squeeze(0).transpose(0, 1))
+        for *heads, mask in _blocks_of_documents(q, k, v, varlen, window):
+            is_causal = varlen.causal and mask is None
+            out = F.scaled_dot_product_attention(*heads, mask, dropout, is_causal, scale=scale, enable_gqa=has_groups)
+            outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
+
+
+def _blocks_of_documents(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, window: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Yield queries, keys and values, (1, H, T, D) each, and the mask of each block of each document."""
+    for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.key_boundaries.documents(len(k)), strict=True):
+        query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
+        for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, varlen.causal, q.device):
+            yield query[:, :, queries], key[:, :, keys], value[:, :, keys], mask
 
 
 def _blocks(

@@ -24,12 +24,7 @@ _MIN_RING_CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a model.
-
-    Args:
-        queries, keys: number of heads of Q, and of K and V.
-        has_windows: some layers have a sliding window.
-    """
+    """Numbers of attention heads of Q, and of K and V; ``has_windows``: some layers have a sliding window."""
 
     queries: int
     keys: int
