@@ -49,11 +49,7 @@ def exact_match(
             exact_turns |= zip(positions, _exact_turns(scorer, samples, spec), strict=True)
             progress.advance(1)
     progress.finish()
-    return [
-        (position, turn, is_exact_turn)
-        for position in sorted(exact_turns)
-        for turn, is_exact_turn in enumerate(exact_turns[position])
-    ]
+    return [(position, *turn) for position, turns in sorted(exact_turns.items()) for turn in enumerate(turns)]
 
 
 def _load_model(model: str, reader: CacheReader) -> tuple[nn.Module, InputSpec]:

@@ -373,14 +373,17 @@ def _score_batch(
         gather = partial(parallel.gather, index=batch.index, num_tokens=sum(batch.lengths))
         labels, losses, correct = (gather(values[0])[None] for values in (labels, losses, correct))
     if isinstance(batch, TreeBatch) and item.tree_labels is not None:
-        # Repeat the scores of a shared prefix for each of its samples. A sample has no labels at some of its tokens.
         labels = item.tree_labels.to(device)
-        has_label = labels != IGNORE_INDEX
-        tree_positions = batch.sample_index()  # of each token of each sample, (T',)
-        losses = losses[:, tree_positions].where(has_label, 0)
-        correct = correct[:, tree_positions] & has_label
+        losses, correct = _repeat_prefix_scores(batch, labels, losses, correct)
     seqlens, cu_seqlens, prompt_lengths = (tensor.to(device) for tensor in item.spans)
     return sample_scores(seqlens, cu_seqlens, prompt_lengths, labels, losses, correct)
+
+
+def _repeat_prefix_scores(batch: TreeBatch, labels: Tensor, losses: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores of the samples' labels (1, T'): those of a shared prefix (1, T) for each of its samples."""
+    has_label = labels != IGNORE_INDEX  # a sample has none at some of its tokens
+    tree_positions = batch.sample_index()  # of each token of each sample, (T',)
+    return losses[:, tree_positions].where(has_label, 0), correct[:, tree_positions] & has_label
 
 
 def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:

@@ -18,6 +18,8 @@ from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evalua
 from packtool.train.prepare.parallelism import sequence_parallel_lines
 
 if TYPE_CHECKING:
+    from packtool.attention.parallel.mesh import SequenceParallel
+    from packtool.batch.spec import InputSpec
     from packtool.train.evaluate.per_sample import Evaluation
 
 
@@ -82,20 +84,42 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
     """Load the model and evaluate it; return the result and the seconds without loading."""
     # Imported late, so that mistakes in options are reported before the seconds that torch and transformers take.
     with imported_at_once():
-        import torch
-        from accelerate import PartialState
-
-        from packtool.attention.choose import choose
-        from packtool.attention.parallel.blocks import choose_blocks
-        from packtool.attention.parallel.mesh import SequenceParallel
         from packtool.batch.spec import InputSpec
-        from packtool.train.evaluate.per_sample import can_be_packed, evaluate
-        from packtool.train.model.load import load_trained, quiet_transformers, resolve_dtype
+        from packtool.train.evaluate.per_sample import evaluate
+        from packtool.train.model.load import quiet_transformers
 
-    config, reader, trained = prepared.config, prepared.reader, prepared.trained
-    on_gpu = torch.cuda.is_available()
-    spec = InputSpec.load(trained.base, reader.manifests[0].identity.media_limits, config)
+    config, reader = prepared.config, prepared.reader
+    spec = InputSpec.load(prepared.trained.base, reader.manifests[0].identity.media_limits, config)
     spec = spec.with_media_cache(config, reader.fingerprint)
+    model, parallel = _load_model(prepared, spec)
+    with quiet_transformers():
+        begin = time.perf_counter()
+        evaluation = evaluate(
+            model,
+            reader,
+            spec,
+            prepared.plan,
+            world=prepared.world,
+            progress=progress,
+            num_workers=config.dataloader_num_workers,
+            parallel=parallel,
+        )
+        return evaluation, time.perf_counter() - begin
+
+
+def _load_model(prepared: PreparedEvaluation, spec: InputSpec) -> tuple[Any, SequenceParallel | None]:
+    """Load the model onto this rank's device; return also the ranks that share its sequences, if any."""
+    import torch
+    from accelerate import PartialState
+
+    from packtool.attention.choose import choose
+    from packtool.attention.parallel.blocks import choose_blocks
+    from packtool.attention.parallel.mesh import SequenceParallel
+    from packtool.train.evaluate.per_sample import can_be_packed
+    from packtool.train.model.load import load_trained, quiet_transformers, resolve_dtype
+
+    config, trained = prepared.config, prepared.trained
+    on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
     if packing:  # raise an error now if no kernel can run
@@ -111,19 +135,7 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
         )
         if config.quant_bits is None:  # transformers places quantized models itself
             model = model.to(device)
-        begin = time.perf_counter()
-        evaluation = evaluate(
-            model,
-            reader,
-            spec,
-            prepared.plan,
-            world=prepared.world,
-            progress=progress,
-            num_workers=config.dataloader_num_workers,
-            parallel=parallel,
-        )
-        seconds = time.perf_counter() - begin
-    return evaluation, seconds
+    return model, parallel
 
 
 def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:

@@ -96,9 +96,11 @@ class PackUnderTest:
         self.placement = [] if parallel is None else self._place_samples(parallel.split.size)
         self.batch = self._collate().to(device)
         self.nodes = self._find_nodes()
-        # Nodes are the first documents of the pack, in this order; padding documents come last.
-        document_starts = [0, *np.cumsum(self.batch.lengths).tolist()]
-        self.node_starts = document_starts[: len(self.nodes)]
+
+    @property
+    def node_starts(self) -> list[int]:
+        """Start of each node: nodes are the first documents of the pack, in this order; padding documents come last."""
+        return [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
 
     def _find_nodes(self) -> list[Node]:
         """Return the parts of the pack: shared prefixes and the rest of each sample, or entire samples."""
@@ -376,19 +378,22 @@ def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
     nodes = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]
     for changed in _spread(nodes, max_changes):
         after = pack.packed_logits(pack.with_change(changed))
-        for number in range(len(pack.samples)):
-            error = _difference(after[number], before[number])
-            if number not in changed.samples:
-                where = f"changing {pack.node_name(changed)} changes the logits of {pack.name(number)}"
-                checks.append(Check("isolation", error, allowed, where))
-            elif error > allowed or math.isnan(error):
-                affects_own_sample = True
+        errors = [_difference(*logits) for logits in zip(after, before, strict=True)]
+        checks += _isolation_checks(pack, changed, errors, allowed)
+        affects_own_sample |= not all(errors[number] <= allowed for number in changed.samples)  # NaN is a change
     if nodes and not affects_own_sample:
         raise MismatchError(
             "changing a sample's tokens does not change its logits, so nothing can be verified",
             "Check that --model is a trained model whose weights are not all zero.",
         )
     return worst_of(checks)[0]
+
+
+def _isolation_checks(pack: PackUnderTest, changed: Node, errors: Sequence[float], allowed: float) -> list[Check]:
+    """Return a check for each sample without the changed node; ``errors``: how much the logits of each one changed."""
+    change = f"changing {pack.node_name(changed)} changes the logits of"
+    others = [(number, error) for number, error in enumerate(errors) if number not in changed.samples]
+    return [Check("isolation", error, allowed, f"{change} {pack.name(number)}") for number, error in others]
 
 
 def check_prefixes(pack: PackUnderTest, max_changes: int = 4) -> Check:

@@ -94,9 +94,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     """
     begin = time.perf_counter()
     progress = progress or SilentProgress()
-    if world is None:
-        world = World.from_environment()
-    world = world.shared_by(config.sequence_parallel_ranks)
+    world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     reader = open_caches(config.cached_dataset, config, files)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
@@ -128,19 +126,14 @@ def _verify_packs(
     world: World,
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
     """Run all checks on some packs; return the samples of each pack, and fields of ``VerifyReport``."""
-    packs, shares_prefixes = _plan_packs(config, reader, files, progress)
+    packs, min_shared = _plan_packs(config, reader, files, progress)
     dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
     attention = choose(config.attn_impl, device, dtype).name  # an error if no kernel can run
-    samples_by_pack = [[reader.sample(position) for position in positions] for positions in packs]
-    _refuse_mixing_inputs(samples_by_pack, spec, shares_prefixes=shares_prefixes)
+    samples_by_pack = _read_packs(reader, packs, spec, min_shared)
     parallel = None
     if world.sequence_parallel_size > 1:
-        # The process group, which starts here, assigns each rank its own device.
-        device = PartialState(cpu=device.type == "cpu", **config.group_options).device
-        axes = axes_of(config, world, files, reader.index.length)
-        parallel = SequenceParallel.on_mesh(axes, device.type)
-        attention = f"{_block_kernel(config, spec, device, dtype)} blocks, {axes.name}"
-    min_shared = MIN_SHARED if shares_prefixes else None
+        device, parallel, axes_name = _join_ranks(config, world, files, reader)
+        attention = f"{_block_kernel(config, spec, device, dtype)} blocks, {axes_name}"
     with quiet_transformers():
         model = _load_model(config, spec, dtype, device, parallel)
         tested_packs = [
@@ -154,28 +147,41 @@ def _verify_packs(
         "dtype": str(dtype).removeprefix("torch."),
         "attention": attention,
         "num_shared_tokens": sum(tested_pack.num_shared_tokens for tested_pack in tested_packs),
-        "checks": tuple(worst_of(checks)),
+        "checks": checks,
     }
 
 
 def _plan_packs(
     config: VerifyConfig, reader: CacheReader, files: ModelFiles, progress: Progress
-) -> tuple[list[list[int]], bool]:
-    """Choose the packs to check; return the samples of each, and whether they may share prefixes."""
+) -> tuple[list[list[int]], int | None]:
+    """Choose the packs to check; return the samples of each, and the least tokens of a prefix that they may share."""
     capacity = _max_pack_tokens(config, reader)
     shared, warning = find_shared_prefixes(config, files.config, reader, capacity=capacity, max_length=capacity)
     if warning is not None:
         progress.note(warning)
     if shared is None:
-        return choose_packs(reader, config), False
-    return choose_packs(reader, config, shared.trees), True
+        return choose_packs(reader, config), None
+    return choose_packs(reader, config, shared.trees), MIN_SHARED
 
 
-def _refuse_mixing_inputs(packs: Sequence[Sequence[EncodedSample]], spec: InputSpec, *, shares_prefixes: bool) -> None:
-    """Raise an error if a pack has inputs through which its samples would affect each other."""
-    for samples in packs:
-        batch = collate_tree(samples, spec) if shares_prefixes else collate_packs(samples, spec)
+def _read_packs(
+    reader: CacheReader, packs: Sequence[Sequence[int]], spec: InputSpec, min_shared: int | None
+) -> list[list[EncodedSample]]:
+    """Read the samples of packs; raise an error if a pack has inputs through which its samples affect each other."""
+    samples_by_pack = [[reader.sample(position) for position in positions] for positions in packs]
+    for samples in samples_by_pack:
+        batch = collate_packs(samples, spec) if min_shared is None else collate_tree(samples, spec)
         refuse_leaky_inputs(batch.model_inputs())
+    return samples_by_pack
+
+
+def _join_ranks(
+    config: VerifyConfig, world: World, files: ModelFiles, reader: CacheReader
+) -> tuple[torch.device, SequenceParallel, str]:
+    """Start the process group; return this rank's own device, the ranks that share a sequence, and how they do."""
+    device = PartialState(cpu=not torch.cuda.is_available(), **config.group_options).device
+    axes = axes_of(config, world, files, reader.index.length)
+    return device, SequenceParallel.on_mesh(axes, device.type), axes.name
 
 
 def _load_model(
@@ -199,8 +205,8 @@ def _block_kernel(config: VerifyConfig, spec: InputSpec, device: torch.device, d
     return choose_blocks(config.attn_impl, device, dtype, head_dims=(head_dim, head_dim)).name
 
 
-def _run_checks(model: PreTrainedModel, packs: Sequence[PackUnderTest], progress: Progress) -> list[Check]:
-    """Run all checks on each pack of a model; ``check_prefixes`` only on packs with shared prefixes."""
+def _run_checks(model: PreTrainedModel, packs: Sequence[PackUnderTest], progress: Progress) -> tuple[Check, ...]:
+    """Return the worst result of each check over all packs; ``check_prefixes`` runs only on shared prefixes."""
     functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
     calls = []
     for tested_pack in packs:
@@ -214,7 +220,7 @@ def _run_checks(model: PreTrainedModel, packs: Sequence[PackUnderTest], progress
             checks.append(function(tested_pack))
             progress.advance(1)
     progress.finish()
-    return checks
+    return tuple(worst_of(checks))
 
 
 def _verify_trajectory(
