@@ -111,10 +111,8 @@ def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
     if isinstance(value, str) and bool in classes and value.lower() in _YAML_BOOLS:
         return _YAML_BOOLS[value.lower()]
     takes_text = str in classes or any(issubclass(member, enum.Enum) for member in classes)
-    if takes_text and is_bool:
-        return str(value).lower()
     if takes_text and isinstance(value, (str, int, float)):
-        return str(value)
+        return str(value).lower() if is_bool else str(value)
     raise ValueError(f"{value!r} is not {_describe_types(allowed)}")
 
 
@@ -360,10 +358,7 @@ def refuse_adam_mini(model: nn.Module) -> None:
 
 
 def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
-    """Estimate the memory of training without loading weights, and raise the errors that training would raise.
-
-    The lines describe the precision of weights.
-    """
+    """Estimate training memory without weights, raise the errors of training, and describe the precision of weights."""
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
     model, args = _empty_model(run.config, spec.config, run.timeline.num_steps)
     estimate = estimate_run(run, model, spec, dtype)

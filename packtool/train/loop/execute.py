@@ -72,16 +72,11 @@ def execute(
     run = run.with_config(dataloader_num_workers=measure_workers(run, spec))
     with quiet_transformers():
         trainer, callback = _make_trainer(run, spec, progress, lock, uploads)
-        assert trainer.model is not None
-        num_trainable, num_parameters = count_parameters(trainer.model)
-        progress.note(f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({run.config.train_type})")
+        parameters = _report_parameters(trainer, progress)
         seconds = _train(trainer, spec, progress)
     _report_end(trainer, callback, result.steps, progress)
     result = _with_training_figures(result, trainer, callback, seconds)
-    num_skipped = _report_skipped_samples(trainer, progress)
-    result = dataclasses.replace(
-        result, num_skipped=num_skipped, num_trainable_parameters=num_trainable, num_parameters=num_parameters
-    )
+    result = dataclasses.replace(result, num_skipped=_report_skipped_samples(trainer, progress), **parameters)
     if run.world.is_first:
         result.write()
     if uploads is not None and not trainer.watch.stopped_by:
@@ -90,6 +85,14 @@ def execute(
     trainer.accelerator.wait_for_everyone()
     trainer.watch.raise_if_stopped(result.steps, run.timeline.num_steps, _last_checkpoint(trainer))
     return result
+
+
+def _report_parameters(trainer: PackTrainer, progress: Progress) -> dict[str, int]:
+    """Report the numbers of all and of trained parameters; return them by their names in ``TrainResult``."""
+    assert trainer.model is not None
+    num_trainable, num_parameters = count_parameters(trainer.model)
+    progress.note(f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({trainer.config.train_type})")
+    return {"num_trainable_parameters": num_trainable, "num_parameters": num_parameters}
 
 
 def _train(trainer: PackTrainer, spec: InputSpec, progress: Progress) -> float:
@@ -153,9 +156,7 @@ def _make_trainer(
     """Start the process group, check that all ranks have the same plan, create the output directory, load the model."""
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
-    # Creating the Trainer's arguments also starts the process group.
-    args = training_arguments(run.config, num_steps=run.timeline.num_steps, dtype=dtype, on_gpu=on_gpu)
-    check_ranks_agree(run.state, run.world, run.axes.name)
+    args = _start_ranks(run, dtype, on_gpu=on_gpu)
     run = _with_output_dir(run, progress)
     args.output_dir = run.config.output_dir
     _switch_off_liger(args, run, spec, progress)
@@ -177,6 +178,13 @@ def _make_trainer(
     callback = RunCallback(trainer, progress, lock, files_of_unloaded_tensors, uploads)
     trainer.add_callback(callback)
     return trainer, callback
+
+
+def _start_ranks(run: Run, dtype: torch.dtype, *, on_gpu: bool) -> TrainingArguments:
+    """Return the Trainer's arguments, whose creation starts the process group, and check that its ranks agree."""
+    args = training_arguments(run.config, num_steps=run.timeline.num_steps, dtype=dtype, on_gpu=on_gpu)
+    check_ranks_agree(run.state, run.world, run.axes.name)
+    return args
 
 
 def _switch_off_liger(args: TrainingArguments, run: Run, spec: InputSpec, progress: Progress) -> None:
@@ -244,19 +252,23 @@ def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
     run = trainer.loader.run
     skipped_by_rank = all_gather_objects(trainer.skipped, run.world.size)
     skipped = [sample for rank_skipped in skipped_by_rank for _, sample in rank_skipped]
-    if skipped:
-        progress.note(
-            f"skipped samples, whose media could not be loaded: {len(skipped):,} (all are listed in {SKIPPED_NAME})"
-        )
-    for sample in skipped[:_MAX_SHOWN]:
-        progress.note(f"  row {sample.row} of {sample.source}: {sample.message}")
-    if len(skipped) > _MAX_SHOWN:
-        progress.note(f"  and {len(skipped) - _MAX_SHOWN:,} more")
+    for line in _skipped_lines(skipped):
+        progress.note(line)
     if run.world.is_first:
         shown = [{name: value for name, value in vars(sample).items() if name != "index"} for sample in skipped]
         lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in shown]
         _write_or_remove(os.path.join(run.config.output_dir, SKIPPED_NAME), lines)
     return len(skipped)
+
+
+def _skipped_lines(skipped: Sequence[Any]) -> Iterator[str]:
+    """Describe skipped samples: their number, and the first ``_MAX_SHOWN``."""
+    if skipped:
+        yield f"skipped samples, whose media could not be loaded: {len(skipped):,} (all are listed in {SKIPPED_NAME})"
+    for sample in skipped[:_MAX_SHOWN]:
+        yield f"  row {sample.row} of {sample.source}: {sample.message}"
+    if len(skipped) > _MAX_SHOWN:
+        yield f"  and {len(skipped) - _MAX_SHOWN:,} more"
 
 
 def _write_or_remove(path: str, lines: Sequence[str]) -> None:
@@ -447,10 +459,7 @@ class RunCallback(TrainerCallback):
             self._record.losses.add(gathered, self.watch.skipped_steps)
 
     def _gather_new_skipped(self) -> list[tuple[int, int]]:
-        """Gather step and number of each sample that any rank skipped since the last checkpoint; all ranks call this.
-
-        Samples of a stream have no number, and are left out.
-        """
+        """Gather step and number of each cached sample that any rank has newly skipped; all ranks call this."""
         new_skipped = self.trainer.skipped[self._num_recorded :]
         self._num_recorded = len(self.trainer.skipped)
         local_skipped = [(step, sample.sample) for step, sample in new_skipped if sample.sample is not None]

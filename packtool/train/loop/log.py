@@ -364,26 +364,28 @@ OBJECTIVE_LINE = (
 
 def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, float | int | str]:
     """Select and format the figures of a line of ``metrics.jsonl`` that the terminal shows; a stream has no epochs."""
-    shown: dict[str, float | int | str] = {}
-    if has_epochs:
-        shown["epoch"] = f"{logs['epoch']:.2f}"
+    shown: dict[str, float | int | str] = {"epoch": f"{logs['epoch']:.2f}"} if has_epochs else {}
     if "loss" not in logs:  # a line of an evaluation
-        shown[_VAL_LOSS] = round(logs["eval_loss"], 4)
-        return shown
+        return shown | {_VAL_LOSS: round(logs["eval_loss"], 4)}
     # Without targets there is no mean: --on-bad-media skip may skip all samples of a step.
     shown["loss"] = round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"
     if "objective" in logs:
         shown["objective"] = round(float(logs["objective"]), 4)
-    norm = logs.get("grad_norm")
-    if norm is not None:
-        shown["grad norm"] = _three_digits(norm)
+    if logs.get("grad_norm") is not None:
+        shown["grad norm"] = _three_digits(logs["grad_norm"])
     shown["lr"] = _three_digits(logs["learning_rate"])
-    shown["tokens/s"] = round(logs["tokens_per_second"])
-    shown["samples/s"] = _three_digits(logs["samples_per_second"])
-    shown["fill"] = f"{logs['fill']:.1%}"
-    shown["waiting"] = "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%"
-    shown["memory"] = f"{logs['memory_gib']:.1f} GiB"
-    return shown | _shown_optional_figures(logs)
+    return shown | _shown_speed(logs) | _shown_optional_figures(logs)
+
+
+def _shown_speed(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
+    """Format the rates, the fill, the shares of waiting and the memory of a line."""
+    return {
+        "tokens/s": round(logs["tokens_per_second"]),
+        "samples/s": _three_digits(logs["samples_per_second"]),
+        "fill": f"{logs['fill']:.1%}",
+        "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
+        "memory": f"{logs['memory_gib']:.1f} GiB",
+    }
 
 
 def _three_digits(value: float) -> float:
@@ -394,13 +396,8 @@ def _three_digits(value: float) -> float:
 def _shown_optional_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
     """Format the figures that the lines of only some runs have."""
     shown: dict[str, float | int | str] = {}
-    channel_losses = [
-        f"{name.removeprefix('loss_')} {loss:.4g}" for name, loss in logs.items() if name.startswith("loss_")
-    ]
-    if channel_losses:
-        num_more = len(channel_losses) - _MAX_CHANNELS
-        more = f", {num_more} more in metrics.jsonl" if num_more > 0 else ""
-        shown[_CHANNEL_LOSSES] = ", ".join(channel_losses[:_MAX_CHANNELS]) + more
+    if channel_losses := {name: loss for name, loss in logs.items() if name.startswith("loss_")}:
+        shown[_CHANNEL_LOSSES] = _channel_losses_text(channel_losses)
     if "media_cache_hits" in logs:
         shown["kept"] = f"{logs['media_cache_hits']:.0%}"
     if "router_balance" in logs:
@@ -413,6 +410,13 @@ def _shown_optional_figures(logs: Mapping[str, Any]) -> dict[str, float | int | 
         shown["MFU"] = f"{logs['mfu']:.0%}"
         shown["HFU"] = f"{logs['hfu']:.0%}"
     return shown
+
+
+def _channel_losses_text(losses: Mapping[str, float]) -> str:
+    """Return the losses of channels, by the names ``loss_CHANNEL``, as text; of many, the first ``_MAX_CHANNELS``."""
+    texts = [f"{name.removeprefix('loss_')} {loss:.4g}" for name, loss in losses.items()]
+    num_more = len(texts) - _MAX_CHANNELS
+    return ", ".join(texts[:_MAX_CHANNELS]) + (f", {num_more} more in metrics.jsonl" if num_more > 0 else "")
 
 
 WINDOW = 200

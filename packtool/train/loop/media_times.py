@@ -22,7 +22,7 @@ import torch
 from packtool import storage
 from packtool.batch.media import load_media, load_pixels, load_processed, load_sounds
 from packtool.batch.spec import InputSpec
-from packtool.cache.reader import CacheReader
+from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.plan import PlanConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import sounds_in_order
@@ -171,12 +171,8 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
     """Measure how long some of a plan's media take to load; ConfigError without media or steps."""
     reader = preview.inputs.reader
     assert reader is not None, "called for caches only"
-    columns = {kind: getattr(reader.index, name) for kind, name in _KINDS.items()}
-    samples_by_kind = {kind: np.flatnonzero(column > 0) for kind, column in columns.items() if column.any()}
-    if not samples_by_kind:
-        raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
-    summary = preview.plan.summary
-    if not summary.num_steps or not preview.num_epochs:
+    samples_by_kind = _samples_by_kind(reader.index)
+    if not preview.plan.summary.num_steps or not preview.num_epochs:
         raise ConfigError("--media: the plan has no steps, so there is nothing to measure", "Leave out --media.")
     identity = reader.manifests[0].identity
     spec = InputSpec.load(config.model or str(identity.spec["model"]), identity.media_limits)
@@ -188,6 +184,15 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
             kinds.append({"kind": kind, **_kind_figures(measured, preview, samples_of_kind)})
     step_seconds, assumed = _estimate_step(config, preview)
     return LoadingTimes(kinds, step_seconds, assumed, cores_of_a_rank())
+
+
+def _samples_by_kind(index: SplitIndex) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the positions of the samples with media of each kind; raise a ConfigError if there are none."""
+    columns = {kind: getattr(index, name) for kind, name in _KINDS.items()}
+    samples_by_kind = {kind: np.flatnonzero(column > 0) for kind, column in columns.items() if column.any()}
+    if not samples_by_kind:
+        raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
+    return samples_by_kind
 
 
 def _select_samples(samples: npt.NDArray[np.integer[Any]], seed: int) -> list[int]:

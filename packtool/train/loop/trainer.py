@@ -197,10 +197,7 @@ class PackTrainer(Trainer):
     def training_step(  # type: ignore[override]  # get_batch_samples returns complete steps
         self, model: nn.Module, step: TrainingStep, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run forward and backward of all micro-batches of a step.
-
-        Return this rank's sum of losses times the number of ranks, 0-d, because the Trainer averages it over ranks.
-        """
+        """Run forward and backward of a step; return its loss, 0-d, times the number of ranks that will average it."""
         self._start_step()
         figures = step.figures
         step_mean = StepMean(figures.units, self.args.world_size)
