@@ -186,7 +186,6 @@ class Fit:
     """Search for settings of a model on caches; caches plans and traces.
 
     Attributes:
-        budget: bytes of a GPU that a run may use.
         base: settings of all runs, some of which each run replaces.
         proposals: settings that fit, the fastest first.
         num_settings: number of settings that training accepts.
@@ -194,14 +193,11 @@ class Fit:
     """
 
     def __init__(self, config: PlanConfig) -> None:
-        assert config.fit is not None, "the command has --fit"
         self.config = config
-        self.budget = config.fit * Constants().usable_memory  # ``--fit`` is in bytes
         self.hardware = read_hardware(config.hardware)
         model = config.model or exported_model(config.cached_dataset[0])
         self.base = part_of(TrainConfig, config, model=model)
         self.inputs = open_to_train(self.base)
-        self.max_length = self.inputs.options.max_length
         _, self.files, self.reader = self.inputs.for_training
         self.proposals: list[Proposal] = []
         self.num_settings = self.num_tried = 0
@@ -215,6 +211,12 @@ class Fit:
         self._model = cache(self._make_model)
         self._tracer = CachedTracer()
         self._memory: dict[str, MemoryEstimate] = {}  # by ``repr`` of a proposal's run
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a GPU that a run may use."""
+        assert self.config.fit is not None, "the command has --fit"
+        return self.config.fit * Constants().usable_memory  # ``--fit`` is in bytes
 
     def figures(self) -> dict[str, Any]:
         """Return the result by its names in JSON."""
@@ -346,7 +348,7 @@ class Fit:
         elif run.deepspeed:  # in the precision of the computation
             gradient_bytes = num_trained * dtype.itemsize
         else:  # DDP: in the precision of the weights
-            gradient_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
+            gradient_bytes = sum(parameter.num_bytes for parameter in trained)
         return ExpectedTime(
             model=self.files.config,
             hardware=self.hardware,
@@ -443,15 +445,13 @@ class Fit:
 
     def _packing_lengths(self, sequence_parallel_size: int) -> list[int]:
         """Return the longest sample's length, and larger powers of two with which an epoch still fills a step."""
-        config, lengths = self.config, self.reader.index.length
+        config, lengths, max_tokens = self.config, self.reader.index.length, self.inputs.options.max_length
         if config.packing_length is not None:
             return [config.packing_length]
-        trained_lengths = lengths[lengths <= self.max_length]
+        trained_lengths = lengths[lengths <= max_tokens]
         if not len(trained_lengths):
-            raise DataError(
-                f"No samples to train on: none of {len(lengths):,} has at most {self.max_length:,} tokens.",
-                "Raise --max-length.",
-            )
+            problem = f"No samples to train on: none of {len(lengths):,} has at most {max_tokens:,} tokens."
+            raise DataError(problem, "Raise --max-length.")
         min_length = -(-int(trained_lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE  # rounded up
         num_ranks = config.world_size // sequence_parallel_size
         packs_per_step = math.prod(BatchShape.of(config, num_ranks))

@@ -311,10 +311,7 @@ def divergence(expected_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 class ReferenceModel:
-    """Frozen copy of a model as it is now, whose predictions the trained model should stay close to.
-
-    The model is bare, and has no ``HeadLoss`` yet.
-    """
+    """Frozen copy of a bare model without ``HeadLoss``, whose predictions the trained model should stay close to."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
@@ -412,9 +409,7 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     is_target = labels != IGNORE_INDEX
     if len(losses) > len(positions):  # indexing by a mask waits for the device
         losses, correct = losses[is_target], correct[is_target]
-    entropies = None
-    if entropy_top_k:
-        entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k)
+    entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k) if entropy_top_k else None
     weights, zero = _target_weights(batch), losses.new_zeros(())
     return TargetLosses(losses, correct, positions, weights, zero, entropies)
 

@@ -33,10 +33,7 @@ def _text_layers(model: nn.Module, towers: Towers) -> Iterator[tuple[str, nn.Lin
 
 
 def simulate_quantization(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
-    """Replace the linear layers of the language model, in place, by layers that round as ``--qat`` says.
-
-    Parameters stay the same objects with the same names.
-    """
+    """Replace the language model's linear layers in place by rounding ones (``--qat``), with the same parameters."""
     from torchao.quantization.qat.linear import FakeQuantizedLinear
 
     assert run.qat is not None, "the run has --qat"

@@ -149,7 +149,7 @@ def _memory_of_weights(
     """Return the fields of ``MemoryEstimate`` that depend on the weights, not on micro-batches."""
     parameters = parameter_sizes(model)
     trained = [parameter for parameter in parameters if parameter.is_trained]
-    trained_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
+    trained_bytes = sum(parameter.num_bytes for parameter in trained)
     weight_bytes, unsharded_scale_bytes = _weight_bytes(parameters, quantized, config, dtype)
     if config.asft_alpha is not None:
         weight_bytes *= 2  # the copy of the initial model
@@ -187,7 +187,7 @@ def _weight_bytes(
     """Return the bytes of all weights, and of the scales of ``quantized`` layers, which are not sharded."""
     # First the bytes without quantization, also if the model is already quantized; then minus the saved bytes.
     bytes_per_weight = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
-    weight_bytes = sum(size.num_elements * size.element_bytes for size in sizes)
+    weight_bytes = sum(size.num_bytes for size in sizes)
     weight_bytes += sum(
         unsharded_numel(layer.weight) * (bytes_per_weight - layer.weight.element_size()) for layer in quantized
     )
@@ -212,6 +212,10 @@ class ParameterSize(NamedTuple):
     element_bytes: int
     is_trained: bool
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.element_bytes
+
 
 def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
     """Return the sizes of all parameters of a model, and of the permutation matrices of BOFT adapters."""
@@ -226,13 +230,11 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, q
     def total_bytes(parameters: Iterable[nn.Parameter]) -> float:
         return sum((bytes_by_id[id(parameter)] for parameter in parameters), 0.0)
 
-    in_layers: set[int] = set()  # ids of weights
+    layers = [list(layer.parameters()) for layer in layers_of_model(model)]
+    in_layers = {id(weight) for weights in layers for weight in weights}
     bytes_of_layers = [(0.0, 0.0)]  # of weights and of gradients; the first entry is for models without layers
-    for layer in layers_of_model(model):
-        weights = list(layer.parameters())
-        in_layers.update(map(id, weights))
-        trained = (weight for weight in weights if weight.requires_grad)
-        bytes_of_layers.append((total_bytes(weights), total_bytes(trained)))
+    for weights in layers:
+        bytes_of_layers.append((total_bytes(weights), total_bytes(each for each in weights if each.requires_grad)))
     outside_bytes = total_bytes(weight for weight in model.parameters() if id(weight) not in in_layers)
     largest_weight_bytes, largest_gradient_bytes = max(bytes_of_layers)
     if "shard_grad_op" in config.fsdp:  # keeps all weights from the forward pass to the backward pass
@@ -432,11 +434,15 @@ def _largest_bucket(config: TrainConfig, model: PreTrainedConfig, world: World, 
     num_more_tokens = (activation_budget - few_tokens_bytes) / token_bytes
     estimated_tokens = int(_FEW_TOKENS + num_more_tokens)
     num_tokens = _reduce_to_budget(estimated_tokens, activation_budget, token_bytes, bytes_of_tokens)
-    progress.note(
+    progress.note(_bucket_line(num_tokens, fixed_bytes, usable_bytes, token_bytes))
+    return num_tokens
+
+
+def _bucket_line(num_tokens: int, fixed_bytes: float, usable_bytes: float, token_bytes: float) -> str:
+    return (
         f"bucket size: {num_tokens:,} tokens per process; weights, gradients and optimizer need "
         f"{fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} GiB, and each token {token_bytes / 1024:,.1f} KiB"
     )
-    return num_tokens
 
 
 def _no_bucket_error(fixed_bytes: float, usable_bytes: float) -> ConfigError:
@@ -466,10 +472,7 @@ def _usable_bytes(config: TrainConfig) -> float:
 
 
 def _reduce_to_budget(num_tokens: int, budget: float, token_bytes: float, pass_bytes: Callable[[int], int]) -> int:
-    """Round a number of tokens down to a multiple of 128, and reduce it while a pass exceeds ``budget`` bytes.
-
-    Returns at least 128, even if these do not fit.
-    """
+    """Round a number of tokens down to a multiple of 128, at least one; reduce it while a pass exceeds the budget."""
     multiple = _BUCKET_MULTIPLE
     num_tokens = max(num_tokens // multiple * multiple, multiple)
     while num_tokens > multiple:

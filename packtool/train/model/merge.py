@@ -54,18 +54,10 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     output = config.output.rstrip("/")
     _check_is_empty(output)
     base_directory = ModelFiles.load(trained.base).directory
-    base_config = model_config(base_directory)
-    base_dtype = checkpoint_dtype(base_config)
-    dtype = base_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
-        # In the precision of the base model: the weights are rounded to that of the output after the merge.
-        model = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
-        restore_float32_weights(model, base_directory)
+        model, dtype, float32_names = _load_base(base_directory, config.torch_dtype)
         unloaded = unloaded_tensors(model, base_directory)  # tensors of the base model that transformers does not load
-        float32_names: Collection[str] = ()  # of weights that stay in float32
-        if config.torch_dtype == "auto":
-            float32_names = SavedPrecision.of(base_config, model).float32_names
         merged, num_merged = _merge(model, trained.adapter)
         _convert_weights(merged, dtype, float32_names)
         with _new_directory(output) as directory:
@@ -76,6 +68,17 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         for line in unloaded_lines(unloaded, trained.base):
             progress.note(line)
     return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
+
+
+def _load_base(directory: str, torch_dtype: str) -> tuple[Any, torch.dtype, Collection[str]]:
+    """Load the base model; return also the precision to save it in, and the names of weights that stay in float32."""
+    config = model_config(directory)
+    # In the precision of the base model: the weights are rounded to that of the output after the merge.
+    model = load_model(directory, config, dtype=checkpoint_dtype(config), packing=False)
+    restore_float32_weights(model, directory)
+    if torch_dtype == "auto":
+        return model, checkpoint_dtype(config), SavedPrecision.of(config, model).float32_names
+    return model, getattr(torch, torch_dtype), ()
 
 
 def _check_is_empty(output: str) -> None:

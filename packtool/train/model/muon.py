@@ -32,13 +32,9 @@ class MuonAdamW(Optimizer):
             [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         self._adamw: Optimizer = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        hidden_matrices: list[Tensor] = []
-        other_weights: list[Tensor] = []
-        for name, weight in named_parameters:
-            if weight.requires_grad:
-                is_hidden_matrix = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
-                weights = hidden_matrices if is_hidden_matrix else other_weights
-                weights.append(weight)
+        trained = [(name, weight) for name, weight in named_parameters if weight.requires_grad]
+        hidden_matrices = [weight for name, weight in trained if _is_hidden_matrix(name, weight)]
+        other_weights = [weight for name, weight in trained if not _is_hidden_matrix(name, weight)]
         groups: list[dict[str, Any]] = []
         if hidden_matrices:
             groups.append({**self._muon.defaults, "params": hidden_matrices, "is_muon": True})
@@ -54,3 +50,7 @@ class MuonAdamW(Optimizer):
             optimizer.param_groups = [group for group in self.param_groups if group["is_muon"] == is_muon]
             optimizer.state = self.state
             optimizer.step()
+
+
+def _is_hidden_matrix(name: str, weight: Tensor) -> bool:
+    return weight.ndim == 2 and "embed" not in name and "lm_head" not in name

@@ -87,21 +87,24 @@ def precision_line(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved
     trained_dtypes = _dtype_names(weight for weight in model.parameters() if weight.requires_grad)
     frozen_dtypes = _dtype_names(weight for weight in model.parameters() if not weight.requires_grad)
     frozen_dtypes -= {"int8", "uint8"}  # of quantized weights, which quantization_lines describes
-    trained = ", ".join(sorted(trained_dtypes))
-    is_full = run.train_type == "full"
-    if is_full and run.master_weights == "kahan":
-        trained += " plus the digits that rounding discards (kahan)"
-    elif run.deepspeed is not None and dtype in _HALF_PRECISION:
-        trained += " with DeepSpeed's float32 copies"
-    elif is_full and "bfloat16" in trained_dtypes:
-        trained += " (small updates are lost; --master-weights float32 keeps them)"
-    statements = [f"trained weights: {trained}"]
+    statements = [f"trained weights: {', '.join(sorted(trained_dtypes))}{_small_updates(trained_dtypes, dtype, run)}"]
     if frozen_dtypes:
         statements.append(f"frozen weights: {', '.join(sorted(frozen_dtypes))}")
     statements.append(f"computed in {_name(dtype)}")
     if not isinstance(model, PeftModel):
         statements.append(f"saved as {_name(saved_dtype)}")
     return "; ".join(statements)
+
+
+def _small_updates(trained_dtypes: set[str], dtype: torch.dtype, run: TrainConfig) -> str:
+    """Describe what keeps small updates of trained weights, or that they are lost; "" if rounding loses none."""
+    is_full = run.train_type == "full"
+    if is_full and run.master_weights == "kahan":
+        return " plus the digits that rounding discards (kahan)"
+    if run.deepspeed is not None and dtype in _HALF_PRECISION:
+        return " with DeepSpeed's float32 copies"
+    is_lossy = is_full and "bfloat16" in trained_dtypes
+    return " (small updates are lost; --master-weights float32 keeps them)" if is_lossy else ""
 
 
 def _dtype_names(weights: Iterable[Tensor]) -> set[str]:
@@ -114,10 +117,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class SavedPrecision:
-    """Precision in which a full model is saved: that of its original checkpoint.
-
-    ``float32_names`` are the names of weights that the model's class always keeps in float32.
-    """
+    """Precision of saved full models: that of the original checkpoint, but float32 for weights ``float32_names``."""
 
     dtype: torch.dtype
     float32_names: frozenset[str] = frozenset()
@@ -135,10 +135,7 @@ class SavedPrecision:
         return weight.dtype == torch.float32 and self.dtype in _HALF_PRECISION and name not in self.float32_names
 
     def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
-        """Return a state dict, of weights of any shape, in the precision for saving.
-
-        Weights named in ``trained`` are rounded; others are rounded only if that loses no digits.
-        """
+        """Return a state dict in the precision for saving; only weights in ``trained`` may lose digits by rounding."""
         # Rounded weights by memory address, so that tied weights stay tied.
         rounded: dict[tuple[int, torch.Size], Tensor] = {}
         saved = dict(state)
@@ -298,14 +295,8 @@ def quantization_config(
     """
     if options.quant_bits is None:
         return None
-    option = f"--quant-bits {options.quant_bits}"
     is_sharded = isinstance(options, TrainConfig) and shards_weights(options)
-    if is_sharded and options.quant_bits == 8:
-        raise ConfigError(
-            f"{option}: bitsandbytes does not shard 8-bit weights", "Give --quant-bits 4, or ZeRO stage 2."
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
+    _check_can_quantize(options.quant_bits, is_sharded=is_sharded)
     # FSDP and DeepSpeed would convert 4-bit weights that are stored as numbers of another type.
     sharded_dtype = (computation_dtype or dtype) if is_sharded else None
     stored: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
@@ -322,6 +313,15 @@ def quantization_config(
         bnb_4bit_use_double_quant=options.bnb_4bit_use_double_quant,
         llm_int8_skip_modules=list(_unquantized(config.model_type)),
     )
+
+
+def _check_can_quantize(quant_bits: int, *, is_sharded: bool) -> None:
+    option = f"--quant-bits {quant_bits}"
+    if is_sharded and quant_bits == 8:
+        problem = f"{option}: bitsandbytes does not shard 8-bit weights"
+        raise ConfigError(problem, "Give --quant-bits 4, or ZeRO stage 2.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
 
 
 def _check_stored_quantization(

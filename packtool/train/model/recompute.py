@@ -177,10 +177,7 @@ def budget_of(config: TrainConfig) -> float | None:
 def plan_recomputation_of_run(
     run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None
 ) -> tuple[LayerPlan | None, str]:
-    """Plan the layers that recompute in devices of ``budget`` bytes, None if unknown; takes seconds.
-
-    Return the plan, or None if all layers recompute, and a line for the user.
-    """
+    """Plan which layers recompute within ``budget`` bytes; return the plan, None if all do, and a line for the user."""
     stages = range(len(run.step_configs))
     peak_batches = [batch for stage in stages for batch in run.peak_memory_batches(stage)]
     try:

@@ -41,10 +41,7 @@ _EXPERTS_REMEDY = "Leave out --expert-parallel-size; --fsdp full_shard shards al
 
 
 def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: torch.dtype) -> DistributedConfig:
-    """Return transformers' settings for sharding a model, given on any device, while its weights are read.
-
-    ``dtype`` is that of the computation.
-    """
+    """Return transformers' settings for sharding a model, computed in ``dtype``, while its weights are read."""
     layers = set(layers_of_model(model))  # listed, because transformers' plans have text layers only
     patterns = {_layer_pattern(name) for name, module in model.named_modules() if module in layers}
     return DistributedConfig(
@@ -162,10 +159,7 @@ def shards_weights(config: TrainConfig) -> bool:
 
 
 def connect_deepspeed_on_cpus(config: TrainConfig) -> None:
-    """Start DeepSpeed's communication on machines without GPUs, where accelerate does not.
-
-    Call it after the Trainer's arguments are created and before the model is.
-    """
+    """Start DeepSpeed's communication where accelerate does not, on CPUs; call it between arguments and model."""
     if config.deepspeed and PartialState().distributed_type == DistributedType.MULTI_CPU:
         import deepspeed  # an extra, and slow to import
 

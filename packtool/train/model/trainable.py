@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -536,13 +535,10 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
     names_by_id = {id(parameter): _bare_name(name) for name, parameter in trained.named_parameters()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        parameters_by_rate: dict[float, list[Any]] = defaultdict(list)
-        for parameter in group["params"]:
-            name = names_by_id[id(parameter)]
-            rate = _learning_rate(name, group["lr"], towers, config)
-            parameters_by_rate[rate].append(parameter)
-        for rate, parameters in parameters_by_rate.items():
-            groups.append({**group, "params": parameters, "lr": rate})
+        rates = [_learning_rate(names_by_id[id(weight)], group["lr"], towers, config) for weight in group["params"]]
+        for rate in dict.fromkeys(rates):
+            weights = [weight for weight, its_rate in zip(group["params"], rates, strict=True) if its_rate == rate]
+            groups.append({**group, "params": weights, "lr": rate})
     optimizer.param_groups[:] = groups
 
 
