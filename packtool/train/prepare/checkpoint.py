@@ -483,10 +483,7 @@ def finished_checkpoints(output_dir: str) -> list[str]:
 
 
 def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None = None, keep: str | None = None) -> None:
-    """Delete all but the newest ``limit`` finished checkpoints.
-
-    Weights may be NaN after step ``last_good``: the newest checkpoint up to there is kept, too.
-    """
+    """Delete all but the newest ``limit`` finished checkpoints, ``keep``, and the newest one up to ``last_good``."""
     finished = finished_checkpoints(output_dir)
     good = [name for name in finished if last_good is not None and read_run_state(name).step <= last_good]
     kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}

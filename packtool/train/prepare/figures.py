@@ -108,10 +108,7 @@ class RankStep:
 
 
 class Steps(ABC):
-    """The optimizer steps of one rank, from the first one to train.
-
-    ``ended`` is True once the step that was begun last is the last step of the run.
-    """
+    """Optimizer steps of a rank from the first to train; ``ended``: the step begun last is the last of the run."""
 
     ended = False
 

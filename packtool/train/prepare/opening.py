@@ -188,9 +188,7 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
         saved_plan=saved_plan,
         notes=(*_web_media_warning(config, reader), *evaluation_notes),
     )
-    if preview_inputs is not None:
-        return inputs.prepared_with(preview_inputs)
-    return inputs.prepared()
+    return inputs.prepared() if preview_inputs is None else inputs.prepared_with(preview_inputs)
 
 
 def _training_options(config: TrainConfig, reader: CacheReader, saved_plan: SavedPlan | None) -> PlanOptions:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from packtool.cache.plan_file import SavedPlan, write_plan
 from packtool.config.mixture import MixOptions
 from packtool.config.plan import PlanConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan, plan_epoch, plan_mixture
@@ -55,10 +56,7 @@ _MAX_PADDED_SAMPLES = 250_000
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """A planned schedule and its figures; planning took ``seconds``.
-
-    ``plan`` is that of the first epoch; with stages, of a full epoch of the first stage.
-    """
+    """A schedule, planned in ``seconds``, and its figures; ``plan`` is of the first epoch, or of the first stage."""
 
     inputs: Inputs
     timeline: Timeline
@@ -350,18 +348,23 @@ def _resumed_run(config: PlanConfig) -> Run:
     assert checkpoint is not None, "a missing checkpoint is an error"
     segment = _segment_before(segments, read_run_state(checkpoint).step)
     train_config = train_config_of(segment.config, segment.version)
-    train_config = dataclasses.replace(
-        train_config, output_dir=output_dir, resume_from_checkpoint=checkpoint, data_change="allow"
-    )
-    if config.cached_dataset or config.mix:
-        train_config = dataclasses.replace(train_config, cached_dataset=config.cached_dataset, mix=config.mix)
-    if problems := train_config.problems(MixOptions):
-        raise ConfigError.from_problems(problems)
+    train_config = dataclasses.replace(train_config, output_dir=output_dir, resume_from_checkpoint=checkpoint)
+    train_config = _with_new_data(train_config, config)
     num_sharing = train_config.sequence_parallel_ranks  # processes that share a sequence
     num_processes = config.world_size
     if num_processes == 1:  # the default means as many processes as the run had
         num_processes = segment.assignments[-1].world_size * num_sharing
     return Run.of(train_config, World(size=num_processes).shared_by(num_sharing))
+
+
+def _with_new_data(train_config: TrainConfig, config: PlanConfig) -> TrainConfig:
+    """Let a resumed run change its data, to those of ``packtool plan`` if it names any; raise if options conflict."""
+    train_config = dataclasses.replace(train_config, data_change="allow")
+    if config.cached_dataset or config.mix:
+        train_config = dataclasses.replace(train_config, cached_dataset=config.cached_dataset, mix=config.mix)
+    if problems := train_config.problems(MixOptions):
+        raise ConfigError.from_problems(problems)
+    return train_config
 
 
 def _segment_before(segments: Sequence[Segment], step: int) -> Segment:

@@ -439,10 +439,7 @@ class RunPosition:
 
 
 def find_position(resume_point: ResumePoint, new_state: RunState, world: World, inputs: Inputs) -> RunPosition:
-    """Check that a run may resume, and find its position in its timeline; a new run starts at step 0.
-
-    ``new_state`` is that of a new run with the same options and caches.
-    """
+    """Check that a run may resume, and find its position; ``new_state``: of a new run with these options and caches."""
     checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
     reader = inputs.for_training.reader
     if saved_state is None:

@@ -185,13 +185,6 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     row_files = sources_of(export_config)
     first_row_warning = _check_first_rows(config.model, files, row_files[:MAX_OPEN_SOURCES])
     sharing, no_sharing_reason = sharing_of_stream(config, files.config)
-    options = part_of(
-        StreamOptions,
-        config,
-        packing_length=config.packing_length or max_length,
-        shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
-        num_epochs=int(config.num_train_epochs),
-    )
     source = StreamedSource(
         config=config,
         world=world,
@@ -199,12 +192,22 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         media_limits=encoder.limits,
         row_files=row_files,
         encode_spec=export_config.encode_spec,
-        options=options,
+        options=_stream_options(config, max_length),
         sharing=sharing,
     )
     state = _stream_run_state(source, rows_fingerprint(export_config, files, row_files, with_times=False))
     notes = [note for note in (no_sharing_reason, *encoder.warnings, first_row_warning) if note is not None]
     return source, state, notes
+
+
+def _stream_options(config: TrainConfig, max_length: int) -> StreamOptions:
+    return part_of(
+        StreamOptions,
+        config,
+        packing_length=config.packing_length or max_length,
+        shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
+        num_epochs=int(config.num_train_epochs),
+    )
 
 
 def _check_first_rows(model: str, files: ModelFiles, specs: Sequence[SourceSpec]) -> str | None:

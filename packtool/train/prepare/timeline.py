@@ -60,10 +60,7 @@ class OpenTimeline:
 
 @dataclass(frozen=True, eq=False)
 class EpochSpan:
-    """Consecutive steps of one epoch that have the same plan.
-
-    Steps ``first_step`` to ``stop_step - 1`` of the run are steps 0, 1, ... of the plan.
-    """
+    """Consecutive steps of an epoch that have the same plan; step ``first_step`` of the run is step 0 of the plan."""
 
     section: Section
     epoch: int
