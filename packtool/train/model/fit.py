@@ -253,8 +253,7 @@ class Fit:
 
     def _tokens_per_micro_batch(self, run: TrainConfig) -> dict[str, Any]:
         """Return the tokens of each of the C micro-batches of an epoch: an array (C,) by kind of token."""
-        assert run.packing_length is not None, "every proposal has one"
-        planned = self._plan(run.packing_length, run.sequence_parallel_ranks)
+        planned = self._plan_of(run)
         return tokens_per_micro_batch(planned.plan, planned.inputs)
 
     def _plan_layers(self, proposal: Proposal) -> LayerPlan | None:
@@ -280,9 +279,8 @@ class Fit:
 
     def accepted_runs(self) -> list[TrainConfig]:
         """Return a run for each acceptable combination of the settings that the user left open; raise without one."""
-        checkpointing_choices: list[Any] = [False, "auto"]
-        if self.config.gradient_checkpointing is not None:
-            checkpointing_choices = [self.config.gradient_checkpointing]
+        requested = self.config.gradient_checkpointing
+        checkpointing_choices: list[Any] = [False, "auto"] if requested is None else [requested]
         sizes = self._sequence_parallel_sizes()
         runs = []
         for size, sharding, checkpointing in itertools.product(sizes, self._shardings(), checkpointing_choices):
@@ -308,8 +306,7 @@ class Fit:
 
     def estimate_time(self, run: TrainConfig, layer_plan: LayerPlan | None = None) -> Proposal:
         """Return a run with its estimated time, as if no layer recomputed that still has to be planned."""
-        assert run.packing_length is not None
-        plan, inputs, media_shares = self._plan(run.packing_length, run.sequence_parallel_ranks)
+        plan, inputs, media_shares = self._plan_of(run)
         shared_prefixes, recomputed_share = inputs.shared, self._recomputed_share(run, layer_plan)
         time = self._expected_time(run)
         step_seconds = time.steps(run, plan, self.reader.index, media_shares, shared_prefixes, recomputed_share)
@@ -396,6 +393,10 @@ class Fit:
             axes=proposal.axes,
             trace=tracer,
         )
+
+    def _plan_of(self, run: TrainConfig) -> _Planned:
+        assert run.packing_length is not None, "every proposal has one"
+        return self._plan(run.packing_length, run.sequence_parallel_ranks)
 
     def _make_plan(self, packing_length: int, size: int) -> _Planned:
         """Plan the first epoch as training does, and assign its media to the ``size`` ranks that share a pack."""

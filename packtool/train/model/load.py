@@ -234,10 +234,8 @@ def build_model(
     checkpoint = _full_checkpoint(run)
     model = _load_for_training(checkpoint, run, spec, dtype, parallel)
     saved_precision = SavedPrecision.of(spec.config, model)
-    files_of_unloaded = {}
     saves_base_tensors = config.train_type == "full" and checkpoint is not None
-    if saves_base_tensors:
-        files_of_unloaded = unloaded_tensors(model, run.source.files.directory)
+    files_of_unloaded = unloaded_tensors(model, run.source.files.directory) if saves_base_tensors else {}
     trained = make_trainable(model, config)
     _load_resumed_weights(trained, run.resume_point.weights, progress)
     lines = [precision_line(trained, dtype, config, saved_precision.dtype)]
