@@ -135,7 +135,7 @@ class SavedPrecision:
         return weight.dtype == torch.float32 and self.dtype in _HALF_PRECISION and name not in self.float32_names
 
     def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
-        """Return a state dict in the precision for saving; only weights in ``trained`` may lose digits by rounding."""
+        """Return weights, of any shape, in the precision for saving; only those in ``trained`` may lose digits."""
         # Rounded weights by memory address, so that tied weights stay tied.
         rounded: dict[tuple[int, torch.Size], Tensor] = {}
         saved = dict(state)
