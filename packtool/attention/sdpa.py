@@ -31,9 +31,11 @@ class SdpaKernel(Kernel):
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
         has_groups = q.shape[1] != k.shape[1]
-        for *heads, mask in _blocks_of_documents(q, k, v, varlen, window):
+        for query, key, value, mask in _blocks_of_documents(q, k, v, varlen, window):
             is_causal = varlen.causal and mask is None
-            out = F.scaled_dot_product_attention(*heads, mask, dropout, is_causal, scale=scale, enable_gqa=has_groups)
+            out = F.scaled_dot_product_attention(
+                query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=has_groups
+            )
             outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
 

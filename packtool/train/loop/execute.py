@@ -87,7 +87,7 @@ def execute(
     return result
 
 
-def _report_parameters(trainer: PackTrainer, progress: Progress) -> dict[str, int]:
+def _report_parameters(trainer: PackTrainer, progress: Progress) -> dict[str, Any]:
     """Report the numbers of all and of trained parameters; return them by their names in ``TrainResult``."""
     assert trainer.model is not None
     num_trainable, num_parameters = count_parameters(trainer.model)
