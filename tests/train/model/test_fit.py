@@ -121,7 +121,8 @@ def test_shared_prefixes_save_time_and_keys_take_memory(
     options: dict[str, Any] = {"world_size": 2, "packing_length": 256}
     unshared = Fit(plan_config(world, GIB, share_prefix="false", **options))
     fit = Fit(plan_config(world, GIB, **options))
-    saved = find_shared_prefixes(fit.base, fit.files.config, fit.reader, capacity=256, max_length=fit.max_length)[0]
+    max_length = fit.inputs.options.max_length
+    saved = find_shared_prefixes(fit.base, fit.files.config, fit.reader, capacity=256, max_length=max_length)[0]
     assert saved is not None
     for each in fit.accepted_runs():
         shared, plain = fit.estimate_time(each), unshared.estimate_time(each)
