@@ -38,8 +38,7 @@ from packtool.batch.prefix_tree import ROOT, Node, find_tree
 from packtool.batch.shard import FeatureRoute, Int64Array, SequenceShard, SequenceSplit, assign_tokens, route_features
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
-from packtool.encode.media_spans import sounds_in_order
-from packtool.errors import DataError
+from packtool.encode.media_spans import sounds_in_order, visual_media
 from packtool.planning.pack_plan import Costs
 from packtool.planning.skrull import SHARDED
 from packtool.planning.towers import assign_heaviest_first
@@ -152,9 +151,8 @@ def _load_media(
     if not spec.towers:
         return {}, {}
     documents, split = layout.documents, layout.split
-    _refuse_mixed_media(documents, spec)
     media_ranks = _assign_media(documents, layout.placement, spec, split)
-    media = load_media(_with_media_of(split.rank, documents, media_ranks), spec)
+    media = load_media(_single_media(split.rank, documents, media_ranks), spec)
     routes: dict[str, FeatureRoute] = {}
     for kind in _routed_kinds(media_ranks, spec, spec.towers if towers is None else towers):
         # All ranks run the kind's tower, those without such media on a blank one, whose features no rank receives.
@@ -267,17 +265,6 @@ def _feature_ranks(media_ranks: Sequence[tuple[DocumentMedium, int]], kind: Medi
     return np.array(ranks, np.int64)
 
 
-def _refuse_mixed_media(documents: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """Raise a DataError, naming the row, for pictures and videos of one row that the model gets as pictures."""
-    for document in documents:
-        if document.images and document.videos and spec.family.videos_as_pictures:
-            raise DataError(
-                f"row {document.row} of {document.source} has pictures and videos, which --sequence-parallel-size does "
-                f"not support for this model ({spec.family.title})",
-                "Leave the option out, or export rows with one of the two kinds.",
-            )
-
-
 def _routed_kinds(
     media_ranks: Sequence[tuple[DocumentMedium, int]], spec: InputSpec, towers: frozenset[Tower]
 ) -> list[MediaKind]:
@@ -305,6 +292,17 @@ def with_rank_media(
 ) -> list[EncodedSample]:
     """Return the samples of a sequence with only those media that this rank's towers encode."""
     return _with_media_of(split.rank, samples, _assign_media(samples, placement, spec, split))
+
+
+def _single_media(
+    rank: int, documents: Sequence[EncodedSample], media_ranks: Sequence[tuple[DocumentMedium, int]]
+) -> list[EncodedSample]:
+    """Return a document with a single medium for each medium of a rank, in their order."""
+    samples = []
+    for each, medium_rank in media_ranks:
+        if medium_rank == rank:
+            samples += _with_media_of(rank, [documents[each.document]], [(each._replace(document=0), rank)])
+    return samples
 
 
 def _with_media_of(
@@ -345,9 +343,15 @@ def _assign_media(
 
 
 def _media_of(document: EncodedSample, number: int, spec: InputSpec) -> list[DocumentMedium]:
-    """List the media of the document with this number: images, then videos, then sounds, sound tracks included."""
-    media = [DocumentMedium(number, "image", image) for image in document.images]
-    media += [DocumentMedium(number, "video", video) for video in document.videos]
+    """List the media of the document with this number: images, then videos, then sounds, sound tracks included.
+
+    Where the model takes videos as images, these are in the order of their tokens.
+    """
+    visual: list[EncodedImage | EncodedVideo] = [*document.images, *document.videos]
+    if spec.family.videos_as_pictures:
+        visual = visual_media(document, spec.media_tokens)
+    kinds: list[MediaKind] = ["video" if isinstance(medium, EncodedVideo) else "image" for medium in visual]
+    media = [DocumentMedium(number, kind, medium) for kind, medium in zip(kinds, visual, strict=True)]
     for sound, path, data in sounds_in_order(document, spec.media_tokens):
         sound_of_file = dataclasses.replace(sound, path=path, data=data)
         media.append(DocumentMedium(number, "audio", sound_of_file))

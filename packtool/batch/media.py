@@ -28,11 +28,11 @@ from transformers.image_processing_backends import TorchvisionBackend
 
 from packtool.batch.media_cache import key_of
 from packtool.batch.spec import InputSpec
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, media_fields
 from packtool.encode.families.processor import load_processor, process_images, process_video
 from packtool.encode.families.qwen_vl import Bounds, image_bounds, video_bounds
 from packtool.encode.families.record import AudioLimits
-from packtool.encode.media_spans import media_spans, sounds_in_order
+from packtool.encode.media_spans import sounds_in_order, visual_media
 from packtool.errors import ConfigError, MediaError
 from packtool.media.audio import load_audio
 from packtool.media.files import content_state
@@ -75,13 +75,14 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
 
     Returned by the names in the family's record.
     """
-    runs = _runs(samples) if spec.family.videos_as_pictures else [samples]
+    runs = _runs(samples, spec) if spec.family.videos_as_pictures else [samples]
     return _concatenated([_patches(run, spec) for run in runs])
 
 
-def _runs(samples: Sequence[EncodedSample]) -> list[list[EncodedSample]]:
-    """Group consecutive samples into runs that all have videos or all have none."""
-    return [list(run) for _, run in groupby(samples, key=lambda sample: bool(sample.videos))]
+def _runs(samples: Sequence[EncodedSample], spec: InputSpec) -> list[list[EncodedSample]]:
+    """Group consecutive samples into runs that all have videos or all have none; samples with both kinds are split."""
+    single_kinds = [single_kind for sample in samples for single_kind in _split_by_kind(sample, spec)]
+    return [list(run) for _, run in groupby(single_kinds, key=lambda sample: bool(sample.videos))]
 
 
 def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -276,8 +277,7 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
     empty without images and videos.
     """
     inputs: list[dict[str, Tensor]] = []  # one for each video, and one for all images between two videos
-    single_kinds = [single_kind for sample in samples for single_kind in _split_by_kind(sample, spec)]
-    for run in _runs(single_kinds):
+    for run in _runs(samples, spec):
         if run[0].videos:  # then every sample of the run has videos, and none has images
             inputs += [_processed_video(video, sample, spec) for sample in run for video in sample.videos]
         else:
@@ -303,12 +303,8 @@ def _split_by_kind(sample: EncodedSample, spec: InputSpec) -> list[EncodedSample
     """Split a sample with pictures and videos into one sample for each medium, in the order of their tokens."""
     if not (sample.images and sample.videos):
         return [sample]
-    single_media = []
-    for span in media_spans(sample, spec.media_tokens):
-        media: dict[str, Any] = {"images": (), "videos": ()}
-        media["videos" if isinstance(span.medium, EncodedVideo) else "images"] = (span.medium,)
-        single_media.append(dataclasses.replace(sample, **media))
-    return single_media
+    media = visual_media(sample, spec.media_tokens)
+    return [dataclasses.replace(sample, **media_fields([medium])) for medium in media]
 
 
 def _padded_patches(inputs: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

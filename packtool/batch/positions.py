@@ -24,8 +24,8 @@ from torch import Tensor
 
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedSample
-from packtool.encode.media_spans import sounds_in_order
+from packtool.encode.encoded import EncodedSample, EncodedVideo
+from packtool.encode.media_spans import sounds_in_order, visual_media
 from packtool.errors import DataError
 from packtool.rows.sample import MediaKind
 
@@ -64,9 +64,9 @@ def _grid_arguments(sample: EncodedSample, spec: InputSpec) -> dict[str, Any]:
     image_grids = [image.grid for image in sample.images]
     video_grids = [video.grid for video in sample.videos]
     if spec.family.videos_as_pictures:
-        for video in sample.videos:
-            image_grids += video.frame_grids
-        video_grids = []
+        image_grids, video_grids = [], []
+        for medium in visual_media(sample, spec.media_tokens):
+            image_grids += medium.frame_grids if isinstance(medium, EncodedVideo) else [medium.grid]
     grids: dict[MediaKind, list[tuple[int, ...]]] = {"image": image_grids, "video": video_grids}
     arguments: dict[str, Any] = {}
     for kind, (_, grid_name) in spec.family.visual_inputs.items():

@@ -126,7 +126,10 @@ class Encoder:
         tokenized = (
             self._tokenize(item, list(islice(ids, len(item.expanded.chunks))), ends) for item, ends in rendered
         )
-        return [item if isinstance(item, Dropped) else truncate(next(tokenized), self.spec) for item in items]
+        return [
+            item if isinstance(item, Dropped) else truncate(next(tokenized), self.spec, self.media_tokens)
+            for item in items
+        ]
 
     def _tokenize_ends(self, item: _Rendered) -> dict[int, TextEnds]:
         """Tokenize very long texts, by index of their chunk, at both ends only, if truncation removes the middle."""
@@ -155,11 +158,10 @@ class Encoder:
 
     def _measure_all(self, sample: Sample) -> dict[str, list[Medium]]:
         """Return the measured media of a row by kind; raise MediaProblem if one cannot be used."""
-        pads = self.media_tokens.pads
-        # If one placeholder token stands for both kinds, their order cannot be found again.
-        if sample.images and sample.videos and pads.get("image") == pads.get("video", -1):
-            detail = "the row has both pictures and videos, and this model takes the frames of a video as pictures"
-            raise MediaProblem("media_unsupported", f"{detail}: give rows with one of the two kinds")
+        tokens = self.media_tokens
+        if sample.tokens is not None and tokens.has_mixed_pads(sample) and not tokens.video_marks:
+            detail = "the row was tokenized elsewhere, and its tokens do not show the order of its pictures and videos"
+            raise MediaProblem("media_unsupported", f"{detail}: give untokenized rows, or rows with one of the two")
         return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()}
 
     def _render_or_drop(self, sample: Sample) -> _Rendered | Dropped:

@@ -9,16 +9,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.encode.families import family_of, thinker_of
 from packtool.encode.families.record import MediaSegment, Medium, TokenRun
 from packtool.encode.tokenize import Chunk
-from packtool.rows.sample import MediaKind
+from packtool.rows.sample import MediaKind, Sample
 
 
 class MediumSpan(NamedTuple):
@@ -212,18 +213,25 @@ class MediaTokens:
     Args:
         pads: placeholder token by kind of medium.
         opening_vision, opening_sound: open a picture or a video, and a sound; None if the model has no such token.
+        video_marks: the tokens before and after a video's frames, if these have the placeholder token of pictures.
     """
 
     pads: Mapping[MediaKind, int]
     opening_vision: int | None = None
     opening_sound: int | None = None
+    video_marks: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> MediaTokens:
         """Read the tokens from ``config.json``, for the kinds of media that the model can be trained on."""
         family, settings = family_of(config), thinker_of(config)
-        openings = (settings.get(marks[0]) for marks in (family.image_marks, family.sound_marks))
-        return cls(family.pads_in(config), *openings)
+        opening_vision, opening_sound = (settings.get(marks[0]) for marks in (family.image_marks, family.sound_marks))
+        video_marks = tuple(map(settings.get, family.video_marks))
+        return cls(family.pads_in(config), opening_vision, opening_sound, video_marks)
+
+    def has_mixed_pads(self, sample: Sample | EncodedSample) -> bool:
+        """Return whether a sample has pictures and videos, and frames of videos have the placeholder of pictures."""
+        return bool(sample.images and sample.videos) and self.pads.get("image") == self.pads.get("video", -1)
 
 
 def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[EncodedAudio, str | None, bytes | None]]:
@@ -241,16 +249,100 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
 def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
     """Locate a sample's media by their placeholder tokens, in the order of these; a video's include its sound track's.
 
-    Media whose kind the model cannot be trained on have no placeholder tokens, and no span.
+    Media whose kind the model cannot be trained on have no placeholder tokens, and no span. If pictures and frames of
+    videos have the same placeholder token and cannot be distinguished, the result is empty.
     """
     if not (sample.images or sample.videos or sample.audios):
         return []
+    if tokens.has_mixed_pads(sample):
+        return _mixed_spans(sample, tokens)
     sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
     media: dict[MediaKind, Sequence[Medium]] = {"image": sample.images, "video": sample.videos, "audio": sounds}
     spans: list[MediumSpan] = []
     for kind, pad in tokens.pads.items():
         spans += _pad_spans(sample.input_ids == pad, media[kind])
     return sorted(_with_tracks(spans), key=lambda span: span.start)
+
+
+def visual_media(sample: EncodedSample, tokens: MediaTokens) -> list[EncodedImage | EncodedVideo]:
+    """Return a sample's pictures and videos in the order of their placeholder tokens."""
+    if not (sample.images and sample.videos):
+        return [*sample.images, *sample.videos]
+    return [span.medium for span in media_spans(sample, tokens) if not isinstance(span.medium, EncodedAudio)]
+
+
+def finds_order(sample: EncodedSample, spans: Sequence[MediumSpan], tokens: MediaTokens) -> bool:
+    """Return whether ``media_spans`` finds the kinds of a sample's pictures and videos in the order of ``spans``."""
+    if not tokens.has_mixed_pads(sample):
+        return True
+    return [type(span.medium) for span in media_spans(sample, tokens)] == [type(span.medium) for span in spans]
+
+
+def _mixed_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
+    """Locate pictures and videos that have the same placeholder token, in order; [] if that is not possible."""
+    is_pad = sample.input_ids == tokens.pads["image"]
+    if tokens.video_marks:
+        is_frame = is_pad & _is_between(sample.input_ids, *tokens.video_marks)
+    else:
+        is_frame = _is_frame_by_text(sample, is_pad)
+    num_frame_pads = sum(video.num_tokens for video in sample.videos)
+    if (is_frame.sum(), is_pad.sum()) != (num_frame_pads, sample.num_media_tokens):
+        return []
+    spans = _pad_spans(is_pad & ~is_frame, sample.images) + _pad_spans(is_frame, sample.videos)
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _is_between(ids: IntArray, opening: int | None, closing: int | None) -> npt.NDArray[np.bool_]:
+    """Return bool (L,), true from an ``opening`` token to the next ``closing`` one.
+
+    A sample may begin or end between the two, as does part of one that shares a prefix with others.
+    """
+    marks = np.flatnonzero((ids == opening) | (ids == closing))
+    is_opening = np.array([False, *(ids[marks] == opening), True])  # before the first mark, and after the last
+    next_mark = np.searchsorted(marks, np.arange(len(ids)), side="right")  # of each token, by number
+    return is_opening[next_mark] | ~is_opening[next_mark + 1]
+
+
+_NUM_COMPARED = 3  # tokens after a frame: ``</img>``, a new line and ``Frame``
+
+
+def _is_frame_by_text(sample: EncodedSample, is_pad: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return bool (L,), true for placeholder tokens of frames; all false if media and tokens do not match.
+
+    A picture is one run of placeholder tokens, a video one run for each frame. All frames of a video have the same
+    number of tokens, and the same tokens after each but the last. If that allows several orders, pictures come first.
+    """
+    runs = np.flatnonzero(np.diff(is_pad, prepend=False, append=False)).reshape(-1, 2)  # (start, stop) of each
+    lengths = (runs[:, 1] - runs[:, 0]).tolist()
+    next_tokens = [sample.input_ids[stop : stop + _NUM_COMPARED].tobytes() for stop in runs[:, 1]]
+    is_frame_run = _find_frames(sample, lengths, next_tokens) or (False,) * len(runs)
+    is_frame = is_pad.copy()
+    is_frame[is_pad] = np.repeat(is_frame_run, lengths)
+    return is_frame
+
+
+def _find_frames(sample: EncodedSample, lengths: list[int], next_tokens: list[bytes]) -> tuple[bool, ...] | None:
+    """Return whether each run of placeholder tokens is a frame; None if the sample's media do not match the runs."""
+
+    @cache
+    def find_from(first: int, num_images: int, num_videos: int) -> tuple[bool, ...] | None:
+        """Return the result for the runs from the ``first``, which follow some pictures and videos."""
+        options: list[tuple[int, EncodedImage | EncodedVideo, tuple[int, int]]] = []  # runs, medium, counts after it
+        if num_images < len(sample.images):
+            options.append((1, sample.images[num_images], (num_images + 1, num_videos)))
+        if num_videos < len(sample.videos):
+            video = sample.videos[num_videos]
+            options.append((len(video.indices), video, (num_images, num_videos + 1)))
+        for num_runs, medium, counts in options:
+            last = first + num_runs - 1
+            has_lengths = lengths[first : last + 1] == [medium.num_tokens // num_runs] * num_runs
+            if has_lengths and len(set(next_tokens[first:last])) <= 1:
+                others = find_from(last + 1, *counts)
+                if others is not None:
+                    return (isinstance(medium, EncodedVideo),) * num_runs + others
+        return None if options or first < len(lengths) else ()
+
+    return find_from(0, 0, 0)
 
 
 def _with_tracks(spans: Sequence[MediumSpan]) -> list[MediumSpan]:

@@ -86,9 +86,12 @@ class PreparedRows:
         if not self._can_distinguish_sounds(sample):
             detail = "the opening tokens do not tell the row's sounds from the sound tracks of its videos"
             raise RowProblem("media_tokens", detail)
+        pad_spans = media_spans(sample, self._tokens)
+        if not pad_spans:
+            raise RowProblem("media_tokens", "the tokens around the row's videos do not match its pictures and videos")
         next_number = dict.fromkeys(MEDIA_KINDS, 0)  # index of the next medium of each kind
         spans = []
-        for pad_span in media_spans(sample, self._tokens):
+        for pad_span in pad_spans:
             kind = _KIND_BY_TYPE[type(pad_span.medium)]
             spans.append(self._with_delimiters(ids, pad_span, kind, next_number[kind]))
             next_number[kind] += 1

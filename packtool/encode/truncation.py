@@ -16,12 +16,16 @@ import numpy.typing as npt
 from packtool.config.data import EncodeSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample, IntArray, media_fields
-from packtool.encode.media_spans import MediumSpan
+from packtool.encode.media_spans import MediaTokens, MediumSpan, finds_order
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
 _TOO_SHORT = "under_min_length"
 _NO_TARGET = "no_target_tokens"
+_NO_ORDER = (
+    "this model's tokens do not show the order of the row's pictures and videos: put pictures before videos, or give "
+    "rows with one of the two kinds"
+)
 _MAX_REMOVED = np.iinfo(np.int32).max  # maximum of the cache's column
 
 
@@ -91,8 +95,11 @@ def _moved(positions: IntArray, kept: npt.NDArray[np.int64]) -> IntArray:
     return np.searchsorted(kept, positions).astype(np.int32)
 
 
-def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
-    """Truncate and label a sample; several samples with the strategy ``split``. RowError if too long with ``raise``."""
+def truncate(item: Tokenized, spec: EncodeSpec, tokens: MediaTokens | None = None) -> list[EncodedSample] | Dropped:
+    """Truncate and label a sample; several samples with the strategy ``split``. RowError if too long with ``raise``.
+
+    With the model's media ``tokens``, a sample is dropped if ``media_spans`` would not find its media in their order.
+    """
     sample = item.sample
     if item.original_length < spec.min_length:
         detail = f"{item.original_length} tokens, minimum {spec.min_length}"
@@ -108,6 +115,8 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     if encoded is None:
         detail = "truncation removed all targets" if item.num_removed else "no assistant turn has a token to train"
         return Dropped(sample.source, sample.row, _NO_TARGET, detail)
+    if tokens is not None and not finds_order(encoded, item.spans, tokens):
+        return Dropped(sample.source, sample.row, "media_unsupported", _NO_ORDER)
     return [encoded]
 
 

@@ -34,7 +34,6 @@ from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.media import large_processed, load_media, load_processed, skip_pixel_copies
 from packtool.batch.media_cache import MediaReads
-from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.data import EncodeSpec, MediaCacheOptions
 from packtool.config.train import TrainConfig
@@ -43,7 +42,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import ConfigError, DataError, MediaError, UnsupportedModelError
+from packtool.errors import ConfigError, MediaError, UnsupportedModelError
 from packtool.media.measure import load_image
 from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
@@ -74,6 +73,7 @@ TRAINED = [
     for name in family.model_types
 ]
 WITH_VIDEOS = [name for family in FAMILIES if family.videos_as_pictures for name in family.model_types]
+GLM = [name for name in WITH_VIDEOS if name.startswith("glm")]
 OWN_PADS = [name for family in FAMILIES if family.video_outputs for name in family.model_types]
 """Whose videos have placeholder tokens of their own, and are encoded as pictures."""
 TRAINED += ["pixtral"]  # LLaVA with another tower and processor
@@ -243,9 +243,9 @@ def mixed(row_index: int) -> Sample:
     return dataclasses.replace(videos, images=pictures(2, 0))
 
 
-@pytest.mark.parametrize("name", OWN_PADS)
+@pytest.mark.parametrize("name", [*OWN_PADS, "internvl"])
 def test_videos_and_pictures_of_a_row_give_the_logits_of_the_model(world_of: Callable[[str], World], name: str) -> None:
-    """Against its own forward of its own processor's outputs; and packed as alone."""
+    """Against its own forward of its own processor's outputs."""
     world = world_of(name)
     model = world.model()
     rows = [*rows_for(name)[-2:], mixed(7)]
@@ -259,17 +259,74 @@ def test_videos_and_pictures_of_a_row_give_the_logits_of_the_model(world_of: Cal
             expected = model(**{key: value for key, value in inputs.items() if key not in unused}).logits[0]
             alone = model(**without_boundaries(collate_packs([sample], world.spec)).model_inputs()).logits[0]
         torch.testing.assert_close(alone, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", WITH_VIDEOS)
+def test_packed_rows_with_pictures_and_videos_equal_single_rows(world_of: Callable[[str], World], name: str) -> None:
+    """Clips, and frames per second of a row, included; and as branches of a shared prefix."""
+    world = world_of(name)
+    model = world.model()
+    clip = MediaRef(None, VIDEOS[1], clip=(0.4, 1.6))
+    fps = () if name in ("glm46v", "glm_ocr") else (("fps", 2.0),)  # these choose it by the duration
+    videos = clip, MediaRef(None, VIDEOS[1], limits=fps)
+    rows = [mixed(7), dataclasses.replace(mixed(8), videos=videos)]
+    rows.append(dataclasses.replace(film(9, "<video>?"), videos=(clip,)))
+    samples = [sample for samples in encode(world.directory, rows) for sample in samples]
+    assert [len(sample.media) for sample in samples] == [4, 4, 1]
+    assert samples[0].videos != samples[1].videos
     set_attention(model)
     pack = PackUnderTest(model, [*samples, *world.samples[:3]], world.spec, torch.float32)
     for check in (check_isolation(pack), check_logits(pack), check_gradients(pack)):
         assert check.error <= check.allowed, check
-    if not world.spec.whole_pictures:
-        split = SequenceSplit(ring_size=1, ulysses_size=2, rank=0)
-        with pytest.raises(DataError, match=r"row 7 of rows\.jsonl has pictures and videos, which --sequence-parallel"):
-            collate_shard(samples, world.spec, split)
+    prefix = "<video> or <image> or "
+    ends = "<video> or <image>?", "<image> or <video>?", "<image> or <video>?"
+    media = [(1, 0, 2, 0), (1, 0, 2, 0), (1, 1, 2, 1)]  # two videos, two pictures
+    branches = [
+        dataclasses.replace(film(index, prefix + end, *numbers[:2]), images=pictures(*numbers[2:]))
+        for index, (end, numbers) in enumerate(zip(ends, media, strict=True))
+    ]
+    samples = [sample for samples in encode(world.directory, branches) for sample in samples]
+    tree = PackUnderTest(model, samples, world.spec, torch.float32, min_shared=4)
+    assert isinstance(tree.batch, TreeBatch)
+    assert len(tree.nodes) > len(samples)
+    for check in (check_isolation(tree), check_logits(tree), check_prefixes(tree), check_gradients(tree)):
+        assert check.error <= check.allowed, check
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_VIDEOS if name.startswith("glm")])
+@pytest.mark.parametrize("name", GLM)
+def test_pictures_and_videos_of_a_row_have_the_features_of_the_model(
+    world_of: Callable[[str], World], name: str
+) -> None:
+    """transformers' forward takes no row with both: here its features of each are put in place by the token types."""
+    world = world_of(name)
+    model = world.model()
+    ((sample,),) = encode(world.directory, [mixed(7)])
+    outputs = {key: torch.as_tensor(value) for key, value in tokens_of(world.processor, mixed(7)).items()}
+    ids, kinds = outputs["input_ids"], outputs["mm_token_type_ids"]
+    np.testing.assert_array_equal(sample.input_ids, ids[0])
+    batch = collate_packs([sample], world.spec)
+    image_grids, video_grids = outputs["image_grid_thw"], outputs["video_grid_thw"]
+    first, second = outputs["pixel_values"].split(image_grids.prod(dim=1).tolist())
+    video, other_video = outputs["pixel_values_videos"].split(video_grids.prod(dim=1).tolist())
+    assert torch.equal(batch.media["pixel_values"], torch.cat([video, first, other_video, second]))
+    grids = {"image_grid_thw": image_grids, "video_grid_thw": video_grids}
+    positions, _ = model.model.get_rope_index(ids, kinds, **grids)
+    assert torch.equal(batch.position_ids[1:, 0], positions[:, 0])
+    with torch.no_grad():
+        features = {
+            1: model.model.get_image_features(outputs["pixel_values"], image_grids, return_dict=True),
+            2: model.model.get_video_features(outputs["pixel_values_videos"], video_grids, return_dict=True),
+        }
+        embeddings = model.get_input_embeddings()(ids)
+        for kind, encoded in features.items():
+            embeddings[kinds == kind] = torch.cat(encoded.pooler_output)
+        expected = model(inputs_embeds=embeddings, position_ids=positions).logits[0]
+        set_attention(model)
+        torch.testing.assert_close(model(**batch.model_inputs()).logits[0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", GLM)
 def test_videos_as_images_give_the_logits_of_videos(world_of: Callable[[str], World], name: str) -> None:
     """Its own forward of its own processor's videos: the same positions, and the same logits."""
     world = world_of(name)
@@ -401,8 +458,11 @@ def test_every_trained_parameter_has_a_gradient(world_of: Callable[[str], World]
 def test_two_ranks_share_a_sequence(world_of: Callable[[str], World], tmp_path: Path) -> None:
     """Logits, loss and every gradient as on one rank, though each picture is looked at by one of them."""
     families = [name for name in TRAINED if name not in WHOLE]
-    worlds = [world for name in families if (world := world_of(name)).spec.family.processor_inputs]
-    settings: dict[str, Setting] = {world.name: (world.spec, world.model(), world.samples) for world in worlds}
+    worlds = [world for name in families if (world := world_of(name)).spec.family.processor_inputs or name == "glm4v"]
+    settings: dict[str, Setting] = {}
+    for world in worlds:
+        both_kinds = encode(world.directory, [mixed(7)])[0] if world.name in WITH_VIDEOS else []
+        settings[world.name] = world.spec, world.model(), [*world.samples[:3], *both_kinds, *world.samples[3:]]
     run_ranks(
         2,
         check_shared,

@@ -190,6 +190,7 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
         config_values["video_token_id"] = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
     if family.startswith("glm"):
         marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}
+        marks |= {"video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>"}
         marks |= {"video_token_id": "<|video|>"}
         config_values |= {key: processor.tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
     return config_values

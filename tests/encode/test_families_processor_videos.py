@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from transformers.video_utils import VideoMetadata
 
+from packtool.encode.encoded import EncodedVideo
 from packtool.encode.encoder import Encoder
 from packtool.encode.families.processor import ProcessorVideos, has_videos
 from packtool.encode.families.qwen_vl import clip_frames
+from packtool.encode.media_spans import media_spans, visual_media
 from packtool.media.files import MediaProblem
 from packtool.media.video import VideoSize, measure_video
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
@@ -55,6 +58,15 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> list[MediaRef]:
     folder = tmp_path_factory.mktemp("clips")
     files = [write_clip(folder / f"{n}.mp4", size=(32, 48 + 16 * n), num_frames=30 + 60 * n) for n in (0, 1)]
     return [MediaRef(str(file)) for file in files]
+
+
+@pytest.fixture(scope="module")
+def small(clips: list[MediaRef], tmp_path_factory: pytest.TempPathFactory) -> dict[str, MediaRef]:
+    """A video, one of two frames, and a picture of as many tokens as a frame where pictures have tiles."""
+    folder = tmp_path_factory.mktemp("small")
+    Image.new("RGB", (56, 56), "red").save(folder / "a.png")
+    picture = MediaRef(str(folder / "a.png"))
+    return {"<image>": picture, "<video>": clips[0], "<short>": MediaRef(None, frames=(picture,) * 2)}
 
 
 def pad_of(name: str, processor: Any) -> str:
@@ -162,18 +174,76 @@ def test_pretokenized_rows_are_encoded(name: str, encoder_of: Callable[..., Enco
     assert dropped.reason == "media_tokens"
 
 
-def test_dropped_videos_state_the_reason(
-    encoder_of: Callable[..., Encoder], drawn_data: Path, clips: list[MediaRef]
-) -> None:
-    picture = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
-    rows = {
-        "the row has both pictures and videos": replace(film("<image><video>", clips[0]), images=(picture,)),
-        "its row has max_frames": film("<video>", replace(clips[0], limits=(("max_frames", 4),))),
-    }
+def test_dropped_videos_state_the_reason(encoder_of: Callable[..., Encoder], clips: list[MediaRef]) -> None:
+    limited = film("<video>", replace(clips[0], limits=(("max_frames", 4),)))
     for name in ("glm4v", "internvl"):
-        for expected_detail, dropped in zip(rows, encoder_of(name).encode([*rows.values()]), strict=True):
-            assert isinstance(dropped, Dropped)
-            assert (dropped.reason, expected_detail in dropped.detail) == ("media_unsupported", True), dropped
+        (dropped,) = encoder_of(name).encode([limited])
+        assert isinstance(dropped, Dropped)
+        assert (dropped.reason, "its row has max_frames" in dropped.detail) == ("media_unsupported", True), dropped
+
+
+_PARTS = st.lists(st.sampled_from(["<image>", "<video>", "<short>"]), min_size=2, max_size=6)
+_TEXTS = st.lists(st.sampled_from(["", "\n", " and ", "Frame1: ", "\nFrame2: "]), min_size=7, max_size=7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(NAMES), parts=_PARTS, texts=_TEXTS, max_length=st.sampled_from([60, 100, 1000]))
+def test_pictures_and_videos_of_a_row_are_found_in_their_order(
+    name: str, parts: list[str], texts: list[str], max_length: int, small: dict[str, MediaRef], encoder_of: Any
+) -> None:
+    """Whatever the text around them, also after truncation; otherwise the row is dropped."""
+    question = "".join(text + part for text, part in zip(texts, [*parts, ""], strict=False))
+    row = film(question.replace("<short>", "<video>"), *(small[part] for part in parts if part != "<image>"))
+    row = replace(row, images=(small["<image>"],) * parts.count("<image>"))
+    encoder = encoder_of(name, max_length=max_length, truncation_strategy="left", media_overflow="trim")
+    (result,) = encoder.encode([row])
+    if isinstance(result, Dropped):
+        assert result.reason in ("media_unsupported", "no_target_tokens")
+        assert result.reason != "media_unsupported" or (name == "internvl" and "do not show the order" in result.detail)
+        return
+    (sample,) = result
+    is_video = [part != "<image>" for part in parts][len(parts) - len(sample.media) :]
+    assert [isinstance(medium, EncodedVideo) for medium in visual_media(sample, encoder.media_tokens)] == is_video
+    starts = [span.start for span in media_spans(sample, encoder.media_tokens)]
+    assert starts == sorted(starts)
+
+
+def test_ambiguous_order_of_pictures_and_videos_drops_the_row(
+    encoder_of: Callable[..., Encoder], small: dict[str, MediaRef]
+) -> None:
+    """InternVL writes a picture of one tile like a frame; GLM marks the beginning and the end of a video."""
+    rows = [
+        replace(film(f"{first} {second}", small["<video>"]), images=(small["<image>"],))
+        for first, second in (("<image>", "<video>"), ("<video>", "<image>"))
+    ]
+    short = replace(film("<video> <image>", small["<short>"]), images=(small["<image>"],))
+    for name in ("glm4v", "internvl"):
+        results = encoder_of(name).encode([*rows, short])
+        assert [isinstance(result, Dropped) for result in results] == [False, False, name == "internvl"]
+
+
+def test_pretokenized_rows_with_pictures_and_videos(
+    encoder_of: Callable[..., Encoder], small: dict[str, MediaRef]
+) -> None:
+    row = replace(film("<video> and <image> and <video>", *[small["<video>"]] * 2), images=(small["<image>"],))
+    for name in NAMES:
+        (expected,) = encoder_of(name).encode([row])
+        assert isinstance(expected, list), expected
+        (result,) = encoder_of(name).encode([prepared(row, expected)])
+        if name == "internvl":
+            assert isinstance(result, Dropped)
+            assert (result.reason, "was tokenized elsewhere" in result.detail) == ("media_unsupported", True)
+            continue
+        assert isinstance(result, list), result
+        assert list(map(values, result)) == list(map(values, expected))
+    (expected,) = encoder_of("glm4v").encode([row])
+    unmarked = prepared(row, expected)  # type: ignore[arg-type]
+    assert unmarked.tokens is not None
+    marks = encoder_of("glm4v").media_tokens.video_marks
+    ids = np.where(np.isin(unmarked.tokens.ids, marks), unmarked.tokens.ids[0], unmarked.tokens.ids)
+    (dropped,) = encoder_of("glm4v").encode([replace(unmarked, tokens=replace(unmarked.tokens, ids=ids))])
+    assert isinstance(dropped, Dropped)
+    assert (dropped.reason, "around the row's videos" in dropped.detail) == ("media_tokens", True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -72,6 +72,7 @@ FAMILY = Family(
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
     projector=("merged out", "out out", "out wide", "out wide", "wide out"),
     image_marks=("image_start_token_id", "image_end_token_id"),
+    video_marks=("video_start_token_id", "video_end_token_id"),
     keeps_bounds=True,
     videos_as_pictures=True,
     boxes=BoxForm("lists", "thousandths"),

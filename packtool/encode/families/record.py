@@ -317,6 +317,7 @@ class Family:
         towers: its vision tower and aligner; empty for models of text alone.
         image_inputs, video_inputs: arguments of its forward for the patches and for the grids of pictures and videos.
         image_marks, sound_marks: names in ``config.json`` of the tokens that open and close a medium.
+        video_marks: with ``videos_as_pictures``, names of the tokens before and after a video's frames, if it has any.
         positions: input of the model's ``get_rope_index`` besides the grids: the kind of each token
             (``token_types``) or the lengths of sounds (``sound_seconds``). ``counted``: positions of a model with
             pictures are those of a text, 0, 1, 2, ...
@@ -328,10 +329,10 @@ class Family:
             takes patches and a grid.
         keeps_bounds: whether all pictures and videos are resized to the bounds of the processor's settings.
         videos_as_pictures: whether the model takes a video's frames as pictures, by the same inputs and with the same
-            placeholder tokens. Only the marks differ, so a row may have pictures or videos, but not both.
+            placeholder tokens. ``media_spans`` distinguishes them by ``video_marks``, or by the text between frames.
         video_outputs: with ``videos_as_pictures``, outputs of its processor for videos that correspond to
             ``processor_inputs``, if these have other names than those for pictures. Videos then have placeholder tokens
-            of their own, which become those of pictures in a batch, and a row may have both.
+            of their own, which become those of pictures in a batch.
         refused: reason why its models can be exported for, but not trained; "" if they can be trained.
         mel_frames: mel frames of the shortest sound, which has one token; 0 for a model without sound.
         sound_chunk: mel frames of a full chunk of sound, and its number of tokens.
@@ -356,6 +357,7 @@ class Family:
     video_inputs: tuple[str, str] = ("pixel_values_videos", "video_grid_thw")
     image_marks: tuple[str, str] = ("vision_start_token_id", "vision_end_token_id")
     sound_marks: tuple[str, str] = ("audio_start_token_id", "audio_end_token_id")
+    video_marks: tuple[str, ...] = ()
     positions: Literal["token_types", "sound_seconds", "counted"] = "token_types"
     whole_pictures: Literal["", "all", "windows"] = ""
     token_types: str = ""

@@ -311,7 +311,9 @@ def _compute_logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor
 def _tower_input_shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]:
     """Return the shape (or its first axis) of a sample's part of a tower input; () for other inputs such as grids."""
     if name == "pixel_values" and spec.family.processor_inputs:
-        processed = load_processed([sample], spec)  # only the processor knows how many tiles a picture has
+        # Only the processor knows how many tiles a picture has.
+        single_kinds = [dataclasses.replace(sample, videos=()), dataclasses.replace(sample, images=())]
+        processed = load_processed(single_kinds, spec)
         return tuple(processed[name].shape) if processed else ()
     if name == "pixel_values":
         grids = [image.grid for image in sample.images]
