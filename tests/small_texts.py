@@ -25,6 +25,10 @@ _TEXT = {
     "n_shared_experts": 1,
 }
 _TEXT |= dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2)
+# Of decoders that are part of an encoder-decoder model elsewhere.
+_TEXT |= dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 3)
+_TEXT |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_decoder_attention_heads"), 4)
+_TEXT |= {"encoder_ffn_dim": 160, "decoder_ffn_dim": 160, "max_target_positions": 512}
 # Sizes that only some models have: set where the default is not 0 or None.
 _SWITCHES = {"sliding_window": 24, "first_k_dense_replace": 1}
 _SWITCHES |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
@@ -55,6 +59,22 @@ _SPECIAL = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 0, "ffn_hidden_size": 160, "expert_ffn_hidden_size": 48},
     "zaya": {"num_experts_per_tok": 1},
+    "dbrx": {
+        "d_model": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 8,
+    },
+    "cpmant": {"prompt_length": 1, "dim_head": 16, "dim_ff": 160},  # a prompt is not counted
     "modernbert-decoder": {"num_hidden_layers": 6},  # the dense layer of its head is not counted
 }
 # Sizes of layers with a state, with chunks, and with an index of tokens.
@@ -91,24 +111,45 @@ _COUNTED_TYPES = """
 """
 # Types without formulas, of which packtool counts the FLOPs in a model without weights.
 _UNKNOWN_TYPES = """
-    axk2 bailing_hybrid bamba bert big_bird deepseek_v32 deepseek_v4 doge falcon_h1 falcon_mamba gemma3n_text
-    glm_moe_dsa granitemoehybrid hy_v4 inkling_text jamba kimi_linear lfm2 lfm2_moe llama4_text longcat_flash mamba
-    mamba2 minimax nemotron_h olmo_hybrid recurrent_gemma rwkv xlstm zamba2 zaya
+    axk2 bailing_hybrid bamba bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert
+    cohere_compass_text cpmant data2vec-text dbrx deepseek_v32 deepseek_v4 doge dots3_note_text electra emu3 ernie
+    falcon_h1 falcon_mamba fuyu gemma3n_text glm_moe_dsa granitemoehybrid hy_v4 inkling_text inkling2_text jamba
+    kimi_linear lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba mamba2 marian mbart megatron-bert minimax mpt mvp
+    nemotron_h olmo_hybrid openai-gpt pegasus plbart prophetnet qwen4_exp_text recurrent_gemma rembert roberta
+    roberta-prelayernorm roc_bert roformer rwkv trocr whisper xglm xlm xlm-roberta xlm-roberta-xl xlstm zamba zamba2
+    zaya
 """
 COUNTED_TYPES = (*_COUNTED_TYPES.split(), *_UNKNOWN_TYPES.split())
+_REASONS = {
+    "transformers cannot run it without weights": "blt xlnet xmod",
+    "its attention to pairs of chunks is no polynomial of the length, and samples must have one length": "reformer",
+    "it continues sound, not text": "musicgen musicgen_melody",
+    "it drafts tokens from the states of another model": "gemma4_assistant gemma4_unified_assistant",
+}
+NOT_COMPARED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Why the FLOPs of some types are not compared with those that torch counts."""
+# Models whose text model is of a type of its own.
+_OF_TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "emu3": ("emu3_text_model", {"vocabulary_map": {"<image>": 90}, "vq_config": {"base_channels": 32}}),
+    "fuyu": ("persimmon", {}),
+}
 
 
 def small_text_config(name: str) -> Any:
     """A configuration of three layers."""
+    if name in _OF_TEXT_MODELS:
+        text_type, others = _OF_TEXT_MODELS[name]
+        return AutoConfig.for_model(name, text_config=small_text_config(text_type).to_dict(), **others)
     default = type(AutoConfig.for_model(name))()
     settings = default.to_dict()
     sizes = _TEXT | (_LATENT if settings.get("kv_lora_rank") else {})
     if name not in (*TEXT_TYPES, *_COUNTED_TYPES.split()):
         sizes |= _STATES
     small = {key: size for key, size in sizes.items() if settings.get(key) or key in settings.keys() - _SWITCHES}
-    small |= {key: sizes[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    required = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    small |= {key: sizes[key] for key in required[: 2 if name == "prophetnet" else 3]}
     small |= _SPECIAL.get(name, {})
-    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
+    for key in {"layer_types", "mlp_layer_types", "layers_block_type"} - _SPECIAL.get(name, {}).keys():
         if kinds := settings.get(key):
             small[key] = [kinds[0], *([kinds[-1]] * (small["num_hidden_layers"] - 1))]
     return type(default)(**small)

@@ -67,6 +67,11 @@ class SplitIndex:
         """Placeholder tokens of the pictures and videos of each sample, (N,)."""
         return self.media_tokens - self.audio_tokens
 
+    @property
+    def picture_squares(self) -> npt.NDArray[np.float64]:
+        """Mean ``patch_squares`` of the pictures of each sample, (N,); not with videos that have squares."""
+        return self.patch_squares / np.maximum(self.num_images, 1)
+
 
 def _join_indexes(indexes: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:
     """Return one index of the samples of several caches; estimates fill the columns that older caches lack."""

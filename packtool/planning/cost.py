@@ -70,7 +70,8 @@ class CostModel:
         per_audio_token: of a token of a sound, in the tower and the aligner.
         per_window: of a unit of ``window_squares``.
         window: size of attention windows in tokens.
-        squares_per_token: estimate of the squares per vision token, for caches without them.
+        squares_per_token: estimate of the squares per vision token, for media without them.
+        padded_merge: patches of a vision token, if the tower pads all pictures to equally many patches; otherwise 0.
         in_chunks: windows are consecutive chunks of ``window`` tokens, and do not slide.
     """
 
@@ -84,6 +85,7 @@ class CostModel:
     window: int = 0
     in_chunks: bool = False
     squares_per_token: float = 0.0
+    padded_merge: int = 0
 
     def __call__(
         self,
@@ -117,6 +119,19 @@ class CostModel:
             squares = seen * (2 * tokens - seen)
         return squares if shared is None else squares - self.window_squares(shared)
 
+    def padded_tokens(
+        self, vision_tokens: npt.NDArray[Any], patch_squares: npt.NDArray[Any], picture_squares: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
+        """Return the vision tokens of samples, of any shape, as if the padding of their pictures made tokens, too.
+
+        Squares include padding: n pictures, each of P patches, have ``picture_squares`` of P^2, and ``patch_squares``
+        of n P^2.
+        """
+        if not self.padded_merge:
+            return vision_tokens
+        num_patches = patch_squares / np.sqrt(np.maximum(picture_squares, 1))
+        return np.maximum(vision_tokens, num_patches / self.padded_merge)
+
     def towers(
         self,
         vision_tokens: npt.NDArray[Any],
@@ -125,7 +140,8 @@ class CostModel:
     ) -> Costs:
         """Compute the FLOPs of the towers for the media of packs, samples or single images, of any shape.
 
-        ``patch_squares`` is the sum over frames of (patches of the frame)^2; ``audio_tokens`` include those of videos.
+        ``vision_tokens`` are ``padded_tokens``, ``patch_squares`` is the sum over frames of (patches of the frame)^2,
+        and ``audio_tokens`` include those of videos.
         """
         patch_squares = np.where(patch_squares == 0, vision_tokens * self.squares_per_token, patch_squares)
         cost: Costs = vision_tokens * self.per_vision_token + patch_squares * self.per_patch_square
@@ -174,6 +190,7 @@ class CostModel:
             window=layers.window,
             in_chunks=layers.in_chunks,
             squares_per_token=layers.squares_per_token,
+            padded_merge=layers.padded_merge,
         )
 
 

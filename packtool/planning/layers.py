@@ -28,9 +28,9 @@ _STATE_CHUNK = 64  # positions per chunk of the gated delta rule
 # Types of language models that the formulas below describe, besides those of families with pictures.
 _FORMULA_TYPES = frozenset(
     """
-    cohere cohere2 cwm deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 glm glm4 glm4_moe
-    glm4_moe_lite gpt_oss granite granitemoe helium hunyuan_v1_dense llama minimax_m2 ministral ministral3 mistral
-    mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open
+    cohere cohere2 cwm deepseek_v2 deepseek_v3 emu3_text_model ernie4_5 ernie4_5_moe exaone4 gemma gemma2 glm glm4
+    glm4_moe glm4_moe_lite gpt_oss granite granitemoe helium hunyuan_v1_dense llama minimax_m2 ministral ministral3
+    mistral mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open
     """.split()  # noqa: SIM905
 )
 _OLD_NAMES = (
@@ -63,7 +63,8 @@ class ModelLayers:
         vision: the tower, for each token of images and videos, or for each tile; ``flops_per_square`` for the square of
             the patches of a frame.
         tile_squares: (patches of a tile)^2 if tiles are the unit of ``vision`` and ``mergers``; otherwise 0.
-        squares_per_token: estimate of (patches)^2 per token for older caches that lack them; 0 if all caches have them.
+        squares_per_token: estimate of (patches)^2 per token for media without them; 0 if all media have them.
+        padded_merge: as in ``CostModel``.
         mergers: for the same tokens, from outputs of the tower to the text's width; one reads the last layer, others
             earlier layers.
         audio, audio_aligner: for each token of sounds; ``--freeze-aligner`` freezes the second.
@@ -78,6 +79,7 @@ class ModelLayers:
     mergers: tuple[tuple[ModuleCost, ...], ...] = ()
     tile_squares: int = 0
     squares_per_token: float = 0.0
+    padded_merge: int = 0
     audio: tuple[ModuleCost, ...] = ()
     audio_aligner: tuple[ModuleCost, ...] = ()
 
@@ -98,6 +100,7 @@ class ModelLayers:
             mergers=merger_modules(config, language.head.inputs),
             tile_squares=patches.tile_squares,
             squares_per_token=patches.squares_per_token,
+            padded_merge=patches.padded_merge,
             audio=tuple(module for module in audio if module.part != "aligner"),
             audio_aligner=tuple(module for module in audio if module.part == "aligner"),
         )

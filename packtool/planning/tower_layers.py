@@ -15,6 +15,7 @@ _GATED = ("silu", "swish")
 _PIXTRAL = "pixtral"
 _GATED_TOWERS = (_PIXTRAL, "gemma4_vision")  # that do not say so by ``hidden_act``
 _LEGACY_PICTURE_TOKENS = 1024  # assumed for caches that lack the sizes of pictures
+_PADDED_FRAME_TOKENS = 70  # of a frame of Gemma 4, by default; caches lack the sizes of frames
 _CLASS_TOKEN_TOWERS = ("clip_vision_model", "internvl_vision")  # an additional position in each tile
 _GLM4V_TOWERS = ("glm4v_vision", "glm4v_moe_vision")  # MLPs of ``out_hidden_size``; the merger's are as configured
 _MERGE_SETTINGS = (
@@ -95,6 +96,8 @@ def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
         if layer == merge_layer:
             yield from _early_merger_modules(module, hidden, names.mlp_width, patches.num_positions)
             share = 1 / 4  # 2 x 2 positions are merged
+    if patches.padded_merge:  # the tower ends with a product that averages the patches of each token
+        yield module("pooler", kind="attention", flops_per_square=2 * hidden / patches.padded_merge)
 
 
 def _embedding_modules(module: Any, vision: Mapping[str, Any], hidden: int, num_patches: float) -> Iterator[ModuleCost]:
@@ -248,7 +251,7 @@ class VisionPatches(NamedTuple):
         num_tokens: output tokens of the unit.
         positions_per_window: positions of a window of attention; a tile is one window.
         full_layers: layers with attention to full frames; the others attend to windows.
-        tile_squares, squares_per_token: as in ``ModelLayers``.
+        tile_squares, squares_per_token, padded_merge: as in ``ModelLayers``.
     """
 
     num_patches: int = 1
@@ -258,6 +261,7 @@ class VisionPatches(NamedTuple):
     full_layers: range | set[int] = range(0)
     tile_squares: int = 0
     squares_per_token: float = 0.0
+    padded_merge: int = 0
 
     def attention_flops(self, layer: int, hidden: int, share: float) -> dict[str, float]:
         """Return the FLOPs of a layer's attention, by field of ``ModuleCost``, to a ``share`` of the positions."""
@@ -276,7 +280,11 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     has_grids = not {"image_grid_thw", "target_sizes", "image_position_ids"}.isdisjoint(family.processor_inputs)
     has_grids |= bool(family.visual_inputs or vision.get("spatial_merge_size"))
     if has_grids or vision.get("model_type") == _PIXTRAL:
-        return _patches_of_tokens(vision, _merge_side(config), is_legacy=bool(family.processor_inputs))
+        patches = _patches_of_tokens(vision, _merge_side(config), is_legacy=bool(family.processor_inputs))
+        if "image_position_ids" not in family.processor_inputs:
+            return patches
+        merge = patches.num_patches
+        return patches._replace(squares_per_token=_PADDED_FRAME_TOKENS * merge**2, padded_merge=merge)
     num_tokens = int(config.get("mm_tokens_per_image") or 0)
     if not family.processor_inputs:
         num_tokens = num_tokens or int(config.get("image_seq_length") or 0)

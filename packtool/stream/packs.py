@@ -86,6 +86,7 @@ class SampleAmounts(NamedTuple):
         media_tokens: placeholder tokens of all media.
         audio_tokens: placeholder tokens of audio.
         patch_squares: sum over frames of the squared number of patches, the cost of the vision tower's attention.
+        picture_squares: mean ``patch_squares`` of the pictures of the complete sample, if it has no videos.
     """
 
     shared_tokens: Int64Array
@@ -93,6 +94,7 @@ class SampleAmounts(NamedTuple):
     media_tokens: Int64Array
     audio_tokens: Int64Array
     patch_squares: Int64Array
+    picture_squares: Int64Array
 
     @classmethod
     def of(cls, samples: Sequence[EncodedSample], sharing: PrefixSharing | None = None) -> SampleAmounts:
@@ -103,6 +105,7 @@ class SampleAmounts(NamedTuple):
             media_tokens=np.array([sample.num_media_tokens for sample in samples], np.int64),
             audio_tokens=np.array([sample.num_audio_tokens for sample in samples], np.int64),
             patch_squares=np.array([sample.patch_squares for sample in samples], np.int64),
+            picture_squares=np.array([s.patch_squares // max(len(s.images), 1) for s in samples], np.int64),
         )
         return unshared if sharing is None else unshared._without_shared(sharing)
 
@@ -118,6 +121,7 @@ class SampleAmounts(NamedTuple):
             media_tokens=trees.added(self.media_tokens, prefixes.media_tokens),
             audio_tokens=trees.added(self.audio_tokens, prefixes.audio_tokens),
             patch_squares=trees.added(self.patch_squares, prefixes.patch_squares),
+            picture_squares=self.picture_squares,
         )
 
     def select(self, samples: Int64Array) -> SampleAmounts:

@@ -136,6 +136,23 @@ def test_a_tower_of_fixed_image_size_costs_the_same_per_image() -> None:
     assert float(cost.towers(np.array(4), np.array(0))) == layers + embedding + projection
 
 
+def test_padding_of_pictures_counts_as_tokens() -> None:
+    """Two pictures of 40 patches each, a video without squares, a picture and a video, and text."""
+    cost = CostModel(2, 0.5, 1, per_vision_token=3, padded_merge=4)
+    tokens, num_images = np.array([17, 30, 38, 0]), np.array([2, 0, 1, 0])
+    samples = tokens, 1600 * num_images, np.where(num_images, 1600, 0)
+    assert cost.padded_tokens(*samples).tolist() == [20, 30, 38, 0]
+    assert dataclasses.replace(cost, padded_merge=0).padded_tokens(*samples) is tokens
+
+
+def test_frames_of_gemma_4_attend_to_their_frame() -> None:
+    """Of 70 tokens: caches have their tokens, and no squares."""
+    config = AutoConfig.for_model("gemma4", vision_config={}).to_dict()
+    cost = CostModel.of_config(config)
+    tokens = np.array(10 * 70)
+    assert cost.towers(tokens, np.array(0)) == pytest.approx(cost.towers(tokens, np.array(10 * (70 * 9) ** 2)))
+
+
 def test_costs_add_up() -> None:
     cost = CostModel(2, 0.5, 1, per_vision_token=3, per_patch_square=0.25, per_audio_token=4)
     towers = cost.towers(np.array([0, 5]), np.array([0, 400]), np.array([0, 6]))

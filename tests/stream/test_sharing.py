@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from packtool.constants import MIN_SHARED
+from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.source import SourceSpec
@@ -112,6 +113,16 @@ def test_packs_of_a_split_tree_are_adjacent(specs: Any, model: Path) -> None:
         assert Counter(sample.place for pack in packs for sample in pack.samples).most_common(1)[0][1] == 1
     assert len(apart["any"]) > 5
     assert not apart["together"]
+
+
+def test_amounts_have_the_squares_of_each_picture() -> None:
+    ids, picture = np.zeros(16, np.int32), EncodedImage("a.png", None, 1, 1, (1, 1, 40), 8)
+    samples = [
+        EncodedSample(ids, ids, np.zeros(0, np.int32), num_images * (picture,), None, "rows", 0)
+        for num_images in (2, 0)
+    ]
+    amounts = SampleAmounts.of(samples)
+    assert (amounts.patch_squares.tolist(), amounts.picture_squares.tolist()) == ([3200, 0], [1600, 0])
 
 
 def test_tree_respects_max_rows(specs: Any, model: Path) -> None:

@@ -41,7 +41,8 @@ _MIN_MENTIONED_SAVING = 0.01
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
     """FLOPs of the media of each sample of a cache, and number of its media."""
-    flops = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
+    vision_tokens = cost.padded_tokens(index.vision_tokens, index.patch_squares, index.picture_squares)
+    flops = cost.towers(vision_tokens, index.patch_squares, index.audio_tokens)
     return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos + index.num_audios)
 
 
@@ -130,6 +131,9 @@ class SharedPrefixes:
         """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) of full samples."""
         full, prefixes = tower_work(cost, self.index), self.prefixes.prefixes
         vision_tokens = prefixes.media_tokens - prefixes.audio_tokens
+        # Caches do not count the pictures of prefixes. If the tower pads pictures, all have the same squares.
+        picture_squares = self.index.picture_squares.max(initial=1)
+        vision_tokens = cost.padded_tokens(vision_tokens, prefixes.patch_squares, picture_squares)
         flops = cost.towers(vision_tokens, prefixes.patch_squares, prefixes.audio_tokens)
         added = self.trees.added(full.flops, np.rint(flops).astype(np.int64))
         return TowerWork(added, full.num_media, self.logits(target_tokens))

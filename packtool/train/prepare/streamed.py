@@ -303,6 +303,8 @@ class StreamedSteps(Steps):
         """Counts of this rank's packs of a step, by name, to add up over ranks; ``is_last`` if no packs follow."""
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
+        vision_tokens = amounts.media_tokens - amounts.audio_tokens
+        cost = self._costs.without_recomputation
         counts = {
             "packs": len(packs),
             "samples": len(lengths),
@@ -311,7 +313,7 @@ class StreamedSteps(Steps):
             # In all other counts, a shared prefix counts for only one sample.
             "tokens": (lengths - amounts.shared_tokens).sum(),
             "logits": amounts.targets.sum(),
-            "vision_tokens": (amounts.media_tokens - amounts.audio_tokens).sum(),
+            "vision_tokens": cost.padded_tokens(vision_tokens, amounts.patch_squares, amounts.picture_squares).sum(),
             "patch_squares": amounts.patch_squares.sum(),
             "audio_tokens": amounts.audio_tokens.sum(),
             **self._attention_counts(packs, lengths, amounts.shared_tokens),

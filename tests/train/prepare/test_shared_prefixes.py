@@ -25,6 +25,7 @@ from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
+from packtool.planning.cost import CostModel
 from packtool.report.inspect import pack_figures, pack_lines
 from packtool.report.plan import plan_lines
 from packtool.report.plan_page import page_content
@@ -116,6 +117,19 @@ def test_added_tokens_and_costs_are_counted(alike_world: TinyWorld, tmp_path: Pa
     costs = run.timeline.first_plan.summary.balance
     assert costs is not None
     assert run.source.figures.flops.sum() == pytest.approx(costs.flops)
+
+
+def test_padding_of_a_shared_picture_is_counted_once(alike_world: TinyWorld, tmp_path: Path) -> None:
+    shared = prepared(alike_world, tmp_path).source.inputs.shared
+    assert shared is not None
+    index = dataclasses.replace(shared.index, patch_squares=1600 * shared.index.num_images.astype(np.int64))
+    prefixes = shared.prefixes.prefixes
+    squares = np.where(prefixes.media_tokens > 0, 1600, 0)
+    recorded = shared.prefixes._replace(prefixes=prefixes._replace(patch_squares=squares))
+    padded = dataclasses.replace(shared, index=index, prefixes=recorded)
+    assert index.vision_tokens.max() < 40  # the tokens of a padded picture
+    cost = CostModel(1, 1, per_vision_token=25, padded_merge=1)
+    assert padded.towers(cost, index.target_tokens).flops.sum() == 25 * 40 * NUM_TREES
 
 
 def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike_world: TinyWorld, tmp_path: Path) -> None:
