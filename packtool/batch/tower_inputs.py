@@ -76,8 +76,7 @@ def tower_inputs(
         return {"vision": TowerInputs({}, _placeholder_positions(spec, input_ids))} if exchanges_features else {}
     positions = _placeholder_positions(spec, input_ids)
     inputs: dict[Tower, TowerInputs] = {}
-    grid_names = [grid_name for _pixels_name, grid_name in spec.family.visual_inputs.values()]
-    grids = [media[name] for name in grid_names if name in media]
+    grids = [media[grid_name] for _, grid_name in spec.family.visual_inputs.values() if grid_name in media]
     if grids:
         visual_positions = {kind: kind_positions for kind, kind_positions in positions.items() if kind != "audio"}
         inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual_positions)

@@ -87,21 +87,28 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     _export(dataset.held_out, folder, "held-out", progress)
     _export(dataset.swapped, folder, "swapped", progress)  # the held-out questions with pictures of other rows
     trained = _train(folder, seed, progress)
-    questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
-    is_correct = _correct_answers(trained["checkpoint"], folder / "held-out", len(questions), progress)
-    is_correct_swapped = _correct_answers(trained["checkpoint"], folder / "swapped", len(questions), progress)
-    kinds = np.array([question.kind for question in questions])
     return DemoResult(
         num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
         **{name: trained[name] for name in _TRAINING_FIGURES},
-        num_questions=len(questions),
-        accuracy=float(is_correct.mean()),
-        swapped_accuracy=float(is_correct_swapped.mean()),
-        chance=dataset.chance,
-        accuracy_by_kind={str(kind): float(is_correct[kinds == kind].mean()) for kind in np.unique(kinds)},
+        **_evaluate(trained["checkpoint"], folder, dataset, progress),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _evaluate(checkpoint: str, folder: Path, dataset: SyntheticDataset, progress: Progress) -> dict[str, Any]:
+    """Return the results for held-out questions, with the images of their own rows and of others."""
+    questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
+    is_correct = _correct_answers(checkpoint, folder / "held-out", len(questions), progress)
+    is_correct_swapped = _correct_answers(checkpoint, folder / "swapped", len(questions), progress)
+    kinds = np.array([question.kind for question in questions])
+    return {
+        "num_questions": len(questions),
+        "accuracy": float(is_correct.mean()),
+        "swapped_accuracy": float(is_correct_swapped.mean()),
+        "chance": dataset.chance,
+        "accuracy_by_kind": {str(kind): float(is_correct[kinds == kind].mean()) for kind in np.unique(kinds)},
+    }
 
 
 def _make_model_and_rows(folder: Path, seed: int, progress: Progress) -> SyntheticDataset:

@@ -139,14 +139,7 @@ class LauncherGroup:
         self.max_wait_seconds = max_wait_seconds
         self.address, self.port = address, port
         self.store_address = f"{address}:{port}"
-        self._record: dict[str, Any] = {
-            "id": uuid.uuid4().hex,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "processes": [num_nodes, per_node],
-            "beat": 0,  # number of writes: a machine whose beat stops is dead or disconnected
-            "end": None,  # at the end: exit code and reason
-        }
+        self._record = _new_record(num_nodes, per_node)
         # Published by node 0, by node rank: records, and once all launchers have met, the ids of their records.
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
         self._have_all_met = threading.Event()
@@ -164,10 +157,14 @@ class LauncherGroup:
         # Failures of other machines, and lines about waiting for them:
         self._failure_seen_at: float | None = None
         self._has_started_ranks = False
-        self._waiting_since: float | None = self._begin  # None without a wait
-        self._line_interval = _FIRST_LINE_SECONDS
-        self._next_line_at = self._begin + self._line_interval
+        self._start_waiting(self._begin)
         self._printed_status = ""
+
+    def _start_waiting(self, now: float) -> None:
+        """Note the start of a wait for other machines; lines about it are printed less and less often."""
+        self._waiting_since: float | None = now  # None without a wait
+        self._line_interval = _FIRST_LINE_SECONDS
+        self._next_line_at = now + self._line_interval
 
     @property
     def title(self) -> str:
@@ -213,11 +210,15 @@ class LauncherGroup:
                 break
             time.sleep(_BEAT_SECONDS / 2)
         if is_unexplained:
-            for failure in self._failures().values():
-                if failure not in self._printed_status:
-                    show(f"{self.title}: {failure}", error=True)
+            self._print_new_failures()
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
+
+    def _print_new_failures(self) -> None:
+        """Print the failures of other machines, except one that was printed while waiting."""
+        for failure in self._failures().values():
+            if failure not in self._printed_status:
+                show(f"{self.title}: {failure}", error=True)
 
     def _is_store_needed(self) -> bool:
         """Return whether this is node 0, which serves the store, and another launcher still runs and reads it."""
@@ -372,9 +373,8 @@ class LauncherGroup:
             self._waiting_since = None
             return
         if self._waiting_since is None:
-            self._waiting_since, self._line_interval = now, _FIRST_LINE_SECONDS
-            self._next_line_at = now + self._line_interval
-        if now >= self._next_line_at:
+            self._start_waiting(now)
+        elif now >= self._next_line_at:
             self._line_interval = min(2 * self._line_interval, _MAX_LINE_SECONDS)
             self._next_line_at = now + self._line_interval
             seconds = now - self._waiting_since
@@ -406,6 +406,18 @@ class LauncherGroup:
         has_exited = any(_exit_code(record) for _, record in self._other_nodes())
         may_recover = has_ranks and not has_exited  # the other machine does not answer: perhaps it will
         return self.max_wait_seconds if may_recover else min(_GRACE_SECONDS, self.max_wait_seconds)
+
+
+def _new_record(num_nodes: int, per_node: int) -> dict[str, Any]:
+    """Return the first record of this machine's launcher."""
+    return {
+        "id": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "processes": [num_nodes, per_node],
+        "beat": 0,  # number of writes: a machine whose beat stops is dead or disconnected
+        "end": None,  # at the end: exit code and reason
+    }
 
 
 def _exit_code(record: dict[str, Any]) -> int | None:

@@ -148,8 +148,7 @@ def _loss_sum(targets: Targets, logits: Tensor) -> Tensor:
     ``logits``: (B, T, vocabulary), or only at the P ``targets.positions``, (B, P, vocabulary).
     """
     labels, weights = targets.labels, targets.weights
-    is_complete = logits.shape[:2] == labels.shape
-    if not is_complete:
+    if logits.shape[:2] != labels.shape:  # logits only at the targets
         labels = labels[:, targets.positions]
         weights = None if weights is None else weights[:, targets.positions]
     if logits.shape[:2] != labels.shape:

@@ -39,11 +39,7 @@ def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
 
 
 def load_audio(
-    path: str | None,
-    data: bytes | None,
-    sampling_rate: int,
-    num_samples: int,
-    policy: MediaPolicy = ANY,
+    path: str | None, data: bytes | None, sampling_rate: int, num_samples: int, policy: MediaPolicy = ANY
 ) -> npt.NDArray[np.float32]:
     """Return the first audio stream as mono, float32 (num_samples,) from -1 to 1.
 

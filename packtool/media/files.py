@@ -120,8 +120,7 @@ def _local_state(ref: MediaRef, path: str) -> os.stat_result:
 
 def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        detail = f"{label(ref)}: {num_bytes:,} bytes; --max-media-bytes allows {max_bytes:,}"
-        raise MediaProblem("media_size", detail)
+        raise MediaProblem("media_size", f"{label(ref)}: {num_bytes:,} bytes; --max-media-bytes allows {max_bytes:,}")
 
 
 def _record_remote_error(ref: MediaRef, error: RemoteError) -> MediaProblem:

@@ -72,9 +72,7 @@ def measure_video(ref: MediaRef) -> VideoSize:
         first_frame, later_frames, is_start_intact = decode_from_start(container, stream)
         if first_frame is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
-        num_frames = None
-        if is_start_intact:
-            num_frames = _declared_frames(container, stream)
+        num_frames = _declared_frames(container, stream) if is_start_intact else None
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
@@ -176,9 +174,8 @@ def _decode_frames(
     pixels = np.empty((0, 0, 0, 3), np.uint8)
     missing = set(numbers)
     row_by_number = {number: row for row, number in enumerate(numbers)}
-    num_file_frames = None  # unknown where ``shape`` may be that of a clip, which can begin at any frame
-    if shape is not None and numbers[0] == 0:
-        num_file_frames = shape[0]
+    # Unknown where ``shape`` may be that of a clip, which can begin at any frame.
+    num_file_frames = shape[0] if shape is not None and numbers[0] == 0 else None
     converter = VideoReformatter()  # creating it takes longer than converting a frame
     with open_container(ref) as container:
         stream = _video_stream(container, ref)
@@ -373,8 +370,7 @@ class _KeyframeDecoder:
         if not keyframe_times:
             raise FrameNumbersUnknown
         # Seeking to a time finds the last keyframe up to it, so a keyframe is found just before the next one's time.
-        self._seek_times = [next_time - 1 for next_time in keyframe_times[1:]]
-        self._seek_times.append(latest_time)
+        self._seek_times = [*(next_time - 1 for next_time in keyframe_times[1:]), latest_time]
 
     def _add_keyframe(self, file_position: int | None) -> None:
         """Add the keyframe after the packets counted so far, to be recognized by its position in the file."""

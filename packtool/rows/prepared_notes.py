@@ -29,8 +29,7 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
     labels_by_description: dict[str, list[str]] = {}
     for item in scanned:
         source = item.source
-        has_tokens = source.form == PREPARED.name
-        if has_tokens:
+        if source.form == PREPARED.name:
             description = _describe_tokens(source, item.blocks)
         elif takes_tokens and source.form is not None:
             description = (
