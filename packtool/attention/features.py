@@ -9,7 +9,8 @@ micro-batch has ``TowerInputs``, a hook before the forward of the module that ow
     input_features ─────────────────────► one call of the tower ──► (M, D) ──►            "        at M positions
 
 and the model continues from embeddings with the same numbers. Families whose own processor makes their pictures have
-``TowerInputs`` only where ranks share a sequence; their features are those of the model's ``get_image_features``.
+``TowerInputs`` only where ranks share a sequence, and for videos that the model encodes by another call than pictures
+(``VIDEO_INPUTS``); their features are those of the model's ``get_image_features``.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packtool.attention.parallel.mesh import exchange_features
+from packtool.batch.tower_inputs import VIDEO_INPUTS, TowerInputs
 from packtool.encode.families import family_of
 from packtool.rows.sample import MediaKind
 
 if TYPE_CHECKING:
     from packtool.attention.parallel.mesh import SequenceParallel
     from packtool.batch.shard import SequenceShard
-    from packtool.batch.tower_inputs import TowerInputs
 
 _HOOKS_ATTRIBUTE = "_packtool_towers"
 
@@ -95,7 +97,8 @@ class _TowerHooks:
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
-        if not towers or not self.is_enabled:
+        needs_hook = any(kwargs.get(name) is not None for name in VIDEO_INPUTS)
+        if not towers or not (self.is_enabled or needs_hook):
             return args, kwargs
         input_ids = args[0] if args else kwargs["input_ids"]  # LLaVA-NeXT passes its token ids by position
         embeddings = module.get_input_embeddings()(input_ids)  # (B, T, D)
@@ -123,6 +126,7 @@ class _TowerHooks:
         """Return a forward call's arguments without those that hold media, which the text tower does not take."""
         visual_names = chain.from_iterable(self._visual_names.values())
         media_names = {"input_features", "feature_attention_mask", *self._processor_names, *visual_names}
+        media_names.update(VIDEO_INPUTS)
         return {name: value for name, value in kwargs.items() if name not in media_names}
 
     def _run_towers(self, module: Any, towers: Mapping[Any, TowerInputs], kwargs: Mapping[str, Any]) -> Features:
@@ -130,7 +134,7 @@ class _TowerHooks:
         features: Features = {}
         if "vision" in towers and self._processor_names:
             media = {name: kwargs[name] for name in self._processor_names if kwargs.get(name) is not None}
-            features["image"] = [_processor_features(module, media)]
+            features["image"] = [_processor_features(module, media, kwargs)]
         elif "vision" in towers:
             features |= self._visual_features(module, towers["vision"], kwargs)
         if "sound" in towers:
@@ -189,11 +193,47 @@ def _deepstack_inputs(features: Features, positions: Mapping[str, Tensor]) -> tu
     return torch.cat([positions[kind] for kind in later_levels]), features_by_layer
 
 
-def _processor_features(module: Any, media: Mapping[str, Tensor]) -> Tensor:
-    """Compute features (N, D) of images by the model's own ``get_image_features``."""
+def _processor_features(module: Any, media: Mapping[str, Tensor], kwargs: Mapping[str, Any]) -> Tensor:
+    """Compute features (N, D) of media by the model's ``get_image_features``, in one call of the tower.
+
+    ``kwargs``: arguments of the forward call, with ``VIDEO_INPUTS`` if there are videos.
+    """
+    tiles, mask = map(kwargs.get, VIDEO_INPUTS)
+    if tiles is not None:
+        return _tile_features(module, media, tiles)
     output = module.get_image_features(**media, return_dict=True).pooler_output
     outputs = [output] if isinstance(output, Tensor) else output
-    return torch.cat([image_features.flatten(0, -2) for image_features in outputs])
+    features = torch.cat([image_features.flatten(0, -2) for image_features in outputs])
+    return features if mask is None else features[mask]
+
+
+def _tile_features(module: Any, media: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
+    """Compute features (N, D) of LLaVA-OneVision's media in order, all by one call of its ``get_image_features``.
+
+    The model takes frames as pictures that are not cut into tiles; their features are then pooled.
+    """
+    counts, forms = (column.tolist() for column in tiles.unbind(1))  # form 0: cut, 1: whole, 2: video
+    parts = list(zip(torch.split(media["pixel_values"], counts), forms, strict=True))
+    cut = [part for part, form in parts if form == 0]
+    uncut = [part for part, form in parts if form != 0]
+    if sum(map(len, uncut)) == 1:  # the model would cut a picture that is alone
+        uncut *= 2
+    num_uncut = sum(map(len, uncut))
+    sizes = F.pad(media["image_sizes"], (0, 0, 0, num_uncut))  # those of other media are not used
+    num_images = [1] * len(cut) + [num_uncut]  # in each row
+    output = module.get_image_features(torch.cat([*cut, *uncut]), sizes, batch_num_images=num_images, return_dict=True)
+    cut_features, uncut_features = iter(output.pooler_output[: len(cut)]), iter(output.pooler_output[len(cut) :])
+    features: list[Tensor] = []
+    for count, form in zip(counts, forms, strict=True):
+        if form == 0:
+            features.append(next(cut_features))
+            continue
+        of_tiles = torch.stack(list(islice(uncut_features, count)))  # (tiles, patches + 1, D), the newline last
+        if form == 1:
+            features.append(of_tiles[0])
+        else:
+            features += [module.apply_pooling(of_tiles[:, :-1]).flatten(0, 1), of_tiles[0, -1:]]
+    return torch.cat(features)
 
 
 def _audio_features(module: Any, inputs: TowerInputs, features: Tensor) -> Tensor:

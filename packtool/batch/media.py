@@ -45,6 +45,8 @@ _UNSCALED = {"do_rescale": False, "do_normalize": False}
 _RESIZED = {"do_resize": False, "return_tensors": "pt", "input_data_format": "channels_first"}
 """Settings for frames that have their final size."""
 _ALL_FRAMES = {"do_sample_frames": False}
+COMPRESSION_MASK = "video_compression_mask"
+"""Input of VideoLLaMA 3: which features of videos have tokens; in batches with videos, of all media."""
 _BLANK_SIDE = 32
 _SIDES = (1024, 512, 256, 128, _BLANK_SIDE)
 
@@ -276,21 +278,75 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
     Return the tensors of ``Family.processor_inputs`` by name, in shapes of the family's own, such as (tiles, C, H, W);
     empty without images and videos.
     """
+    if "batch_num_images" in spec.family.processor_inputs:
+        return _processed_tiles(samples, spec)
     inputs: list[dict[str, Tensor]] = []  # one for each video, and one for all images between two videos
     for run in _runs(samples, spec):
         if run[0].videos:  # then every sample of the run has videos, and none has images
             inputs += [_processed_video(video, sample, spec) for sample in run for video in sample.videos]
         else:
-            inputs.append(_processed_images(run, spec))
-    inputs = _padded_patches([each for each in inputs if each])
-    _check_sizes(inputs, spec)
+            inputs.append(_processed_images(_images(run), spec))
+    inputs = [each for each in inputs if each]
+    if any("target_sizes" in each for each in inputs):  # patches in one long row (1, C, patch side, N)
+        pixels = torch.cat([each["pixel_values"] for each in inputs], dim=-1)
+        return {"pixel_values": pixels, "target_sizes": torch.cat([each["target_sizes"] for each in inputs])}
+    if spec.family.videos_as_pictures and "pixel_attention_mask" in spec.family.processor_inputs:
+        inputs = list(map(_without_missing_tiles, inputs))
+    if any(COMPRESSION_MASK in each for each in inputs):
+        inputs = [{COMPRESSION_MASK: _full_mask(each)} | each for each in inputs]
+    inputs = _padded_patches(inputs)
+    _check_sizes([each["pixel_values"] for each in inputs], spec)
     return _concatenated(inputs)
 
 
-def _check_sizes(inputs: Sequence[dict[str, Tensor]], spec: InputSpec) -> None:
+def _full_mask(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the compression mask of pictures: all of their features have tokens."""
+    num_features = int((inputs["image_grid_thw"].prod(1) // inputs["image_merge_sizes"] ** 2).sum())
+    return torch.ones(num_features, dtype=torch.bool)
+
+
+def _without_missing_tiles(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return inputs (tiles, 1, ...) from (rows, tiles, ...), where zeros fill up rows with fewer tiles."""
+    is_tile = inputs["pixel_values"].flatten(2).any(2)  # normalized pixels are never all 0
+    return {name: tensor[is_tile].unsqueeze(1) for name, tensor in inputs.items()}
+
+
+def _processed_tiles(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """Load inputs of LLaVA-OneVision: a picture that is alone in its row is cut into tiles, others and frames are not.
+
+    With media that are not cut, ``pixel_values`` has the tiles (N, C, H, W) of all media in order, ``image_sizes`` the
+    sizes of cut pictures, and ``tiles``, int64 (media, 2), the number of tiles of each medium and its form: 0 for a cut
+    picture, 1 for a whole one, 2 for a video.
+    """
+    media: list[tuple[EncodedImage | EncodedVideo, EncodedSample]] = []
+    for sample in samples:
+        media += [(medium, sample) for medium in visual_media(sample, spec.media_tokens)]
+    if not any(isinstance(medium, EncodedVideo) or medium.is_uncut for medium, _ in media):
+        return _processed_images(_images(samples), spec)
+    tiles: list[Tensor] = []  # (n, C, H, W) of each medium
+    forms: list[int] = []
+    sizes = [torch.zeros(0, 2, dtype=torch.int64)]
+    for medium, sample in media:
+        if isinstance(medium, EncodedVideo):
+            form, inputs = 2, _processed_video(medium, sample, spec)
+        else:
+            form = int(medium.is_uncut)
+            inputs = _processed_images([(medium, sample)], spec, num_copies=1 + form)
+            sizes += [] if form else [inputs["image_sizes"]]
+        tiles.append(inputs["pixel_values"][0])
+        forms.append(form)
+    _check_sizes(tiles, spec)
+    form_of_media = [(len(each), form) for each, form in zip(tiles, forms, strict=True)]
+    return {"pixel_values": torch.cat(tiles), "image_sizes": torch.cat(sizes), "tiles": torch.tensor(form_of_media)}
+
+
+def _images(samples: Sequence[EncodedSample]) -> Images:
+    return [(image, sample) for sample in samples for image in sample.images]
+
+
+def _check_sizes(pixels: Sequence[Tensor], spec: InputSpec) -> None:
     """Raise ConfigError if complete pictures (..., C, H, W) differ in size; patches are of pictures of any size."""
-    shapes = [each["pixel_values"].shape for each in inputs]
-    sizes = {tuple(shape[-2:]) for shape in shapes if len(shape) > 3}
+    sizes = {tuple(each.shape[-2:]) for each in pixels if each.ndim > 3}
     if len(sizes) > 1:
         raise ConfigError(
             f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sizes)}, which "
@@ -321,12 +377,11 @@ def _padded_patches(inputs: Sequence[dict[str, Tensor]]) -> list[dict[str, Tenso
     ]
 
 
-def _processed_images(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    images = [(image, sample) for sample in samples for image in sample.images]
+def _processed_images(images: Images, spec: InputSpec, num_copies: int = 1) -> dict[str, Tensor]:
     if not images:
         return {}
     pictures = [load_image(image.path, image.data, spec.media_policy) for image, _ in images]
-    counts, made = _process(pictures, spec)
+    counts, made = _process(pictures, spec, num_copies)
     for (image, sample), picture, count in zip(images, pictures, counts, strict=True):
         if (*picture.size, count) != (image.width, image.height, image.num_tokens):
             size = f"{picture.size[0]}x{picture.size[1]} pixels in {count} tokens"
@@ -345,17 +400,18 @@ def _processed_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec
     if (height, width, count) != (video.height, video.width, video.num_tokens):
         raise _changed(video, sample, f"{video.num_tokens} tokens", f"{width}x{height} pixels in {count} tokens")
     input_names = spec.family.processor_inputs
-    output_names = spec.family.video_outputs or input_names
-    return {name: outputs[each] for name, each in zip(input_names, output_names, strict=True) if each in outputs}
+    names = dict(zip(spec.family.video_outputs or input_names, input_names, strict=False))
+    names[COMPRESSION_MASK] = COMPRESSION_MASK
+    return {names[each]: tensor for each, tensor in outputs.items() if each in names}
 
 
-def _process(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dict[str, Tensor]]:
-    """The number of placeholder tokens of each picture, and the model's inputs for all."""
+def _process(pictures: Sequence[Any], spec: InputSpec, num_copies: int = 1) -> tuple[list[int], dict[str, Tensor]]:
+    """The number of placeholder tokens of each picture, and the model's inputs for all: rows of equal pictures."""
     processor = _processor(spec.model)
-    texts, made = process_images(processor, [[picture] for picture in pictures])
+    texts, made = process_images(processor, [[picture] * num_copies for picture in pictures])
     pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["image"]))
     inputs = {name: made[name] for name in spec.family.processor_inputs if name in made}
-    return [text.count(pad) for (text,) in texts], inputs
+    return [row[0].count(pad) for row in texts], inputs
 
 
 def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, before: str, now: str) -> MediaError:

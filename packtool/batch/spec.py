@@ -121,16 +121,18 @@ class InputSpec:
     def pad_ids(self) -> dict[MediaKind, int]:
         """The placeholder token of each kind of medium."""
         named = self.family.pads_in(self.config.to_dict())
-        if missing := [kind for kind in self.family.kinds if kind not in named]:
+        is_optional = {"video"} if self.family.processor_inputs else set()  # rows with videos are dropped
+        if missing := [kind for kind in self.family.kinds if kind not in named and kind not in is_optional]:
             remedy = "Take config.json from the model's own repository."
             raise ConfigError(f"config.json names no {missing[0]}_token_id", remedy)
         return named
 
     def model_ids(self, input_ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return token ids (L,) for the model's forward: those of pictures for videos that it gets as pictures."""
-        if not self.family.video_outputs:
+        pad_id = self.pad_ids.get("video") if self.family.video_outputs else None
+        if pad_id is None:
             return input_ids
-        return np.where(input_ids == self.pad_ids["video"], self.pad_ids["image"], input_ids).astype(input_ids.dtype)
+        return np.where(input_ids == pad_id, self.pad_ids["image"], input_ids).astype(input_ids.dtype)
 
     @cached_property
     def media_tokens(self) -> MediaTokens:

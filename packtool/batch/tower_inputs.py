@@ -26,6 +26,9 @@ from transformers.vision_utils import (
 from packtool.batch.micro_batch import Tower
 from packtool.batch.spec import InputSpec
 
+VIDEO_INPUTS = ("tiles", "video_compression_mask")
+"""Inputs (``batch.media``) with which a hook makes the features of videos, since the model's own forward cannot."""
+
 M = TypeVar("M", bound="Movable")
 
 
@@ -72,8 +75,9 @@ def tower_inputs(
     """
     if not media:
         return {}
-    if spec.family.processor_inputs:  # the model's own forward inserts the features, unless ranks exchange them
-        return {"vision": TowerInputs({}, _placeholder_positions(spec, input_ids))} if exchanges_features else {}
+    if spec.family.processor_inputs:  # the model's own forward inserts the features, where it can
+        needs_hook = exchanges_features or not media.keys().isdisjoint(VIDEO_INPUTS)
+        return {"vision": TowerInputs({}, _placeholder_positions(spec, input_ids))} if needs_hook else {}
     positions = _placeholder_positions(spec, input_ids)
     inputs: dict[Tower, TowerInputs] = {}
     grids = [media[grid_name] for _, grid_name in spec.family.visual_inputs.values() if grid_name in media]

@@ -34,6 +34,11 @@ class EncodedImage:
     grid: tuple[int, ...]
     num_tokens: int
 
+    @property
+    def is_uncut(self) -> bool:
+        """True if it is one tile; LLaVA-OneVision cuts only pictures that are alone in their row."""
+        return self.grid[:1] == (1,)
+
 
 @dataclass(frozen=True)
 class EncodedAudio:
@@ -64,7 +69,8 @@ class EncodedVideo:
         num_frames: frames in the file, or in the clip of it.
         fps: frames a second in the file; 1,000 where the row gives the time of each of its ``frames``.
         indices: numbers in the file of the frames that the model sees, ascending; these times in milliseconds.
-        grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``; empty for families without one.
+        grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``, of each part if it has several. Other
+            families: (n, h, w) of n frames, or (1, h, w) of each tile in turn; empty where tokens tell the work.
         seconds_per_grid: seconds between two steps of the grid's t.
         num_tokens: placeholder tokens that stand for its frames in ``input_ids``.
         audio: its sound track, where that is interleaved in (``USE_AUDIO_IN_VIDEO``).

@@ -162,7 +162,12 @@ class Encoder:
         if sample.tokens is not None and tokens.has_mixed_pads(sample) and not tokens.video_marks:
             detail = "the row was tokenized elsewhere, and its tokens do not show the order of its pictures and videos"
             raise MediaProblem("media_unsupported", f"{detail}: give untokenized rows, or rows with one of the two")
-        return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()}
+        media: dict[str, list[Medium]] = {
+            kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()
+        }
+        if len(sample.images) > 1:
+            media["image"] = self._media.together(media["image"])
+        return media
 
     def _render_or_drop(self, sample: Sample) -> _Rendered | Dropped:
         try:
@@ -259,13 +264,17 @@ class Encoder:
         if missing is not None:
             detail = f"the chat template leaves out turn {missing} (role {sample.turns[missing].role})"
             raise RowProblem("turn_left_out", detail)
-        return escaper.split(rendered, self._media.placeholders)
+        pairs = self._media.placeholders.items()
+        placeholders = {token: kind for token, kind in pairs if sample.media[kind] or token in self._vocabulary.ids}
+        return escaper.split(rendered, placeholders)
 
     def _template_of(self, sample: Sample) -> tuple[ChatTemplate, TurnFinder]:
         """Return the chat template with the row's own arguments, and its turn finder; RowProblem if there is none."""
         if self._template is None or self._turn_finder is None:
             detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
             raise RowProblem("no_chat_template", detail)
+        if sample.videos and self._media.video_template and self.spec.chat_template is None:
+            return self._video_template
         if not sample.chat_template_kwargs:
             return self._template, self._turn_finder
         kwargs_json = json.dumps(sample.chat_template_kwargs, sort_keys=True, ensure_ascii=False)
@@ -275,6 +284,12 @@ class Encoder:
                 self._templates_by_row_kwargs.clear()
             self._templates_by_row_kwargs[kwargs_json] = row_template
         return self._templates_by_row_kwargs[kwargs_json]
+
+    @cached_property
+    def _video_template(self) -> tuple[ChatTemplate, TurnFinder]:
+        """The processor's chat template for rows with videos, and its turn finder."""
+        template = ChatTemplate(self._media.video_template, {}, self._media.content_as_list)
+        return template, TurnFinder.infer(template, self._vocabulary)
 
     def _make_row_template(
         self, template: ChatTemplate, kwargs: Mapping[str, Any], kwargs_json: str

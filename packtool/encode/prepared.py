@@ -39,7 +39,7 @@ class PreparedRows:
         self, spec: EncodeSpec, media: MediaEncoding, tokens: MediaTokens, control_ids: Mapping[str, int], num_ids: int
     ) -> None:
         self._spec, self._media, self._tokens, self._num_ids = spec, media, tokens, num_ids
-        self._control_ids = {token: control_ids[token] for token in media.control_tokens}
+        self._control_ids = control_ids
         self._pads = set(tokens.pads.values())
 
     def split(self, row: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:

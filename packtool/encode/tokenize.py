@@ -117,8 +117,9 @@ class ControlEscaper:
         return parts or [{"type": "text", "text": ""}]
 
     def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Chunk]:
-        """Split a rendered conversation at its control tokens; ``placeholders``: kinds of media by their tokens."""
-        parts = self._vocabulary.split_pattern("".join(self._kinds)).split(rendered)
+        """Split a rendered conversation at its control tokens; ``placeholders``: kinds of media by their texts."""
+        other_texts = [text for text in placeholders if text not in self._vocabulary.ids]
+        parts = self._vocabulary.split_pattern((*self._kinds, *other_texts)).split(rendered)
         texts, controls = parts[::2], ["", *parts[1::2]]
         if self._has_escaped:
             escaped = {self._base + slot: text for slot, text in enumerate(self._vocabulary.texts)}
@@ -155,14 +156,14 @@ class ControlVocabulary:
         self.strip_left = frozenset(token.content for token in special.values() if token.lstrip)
         self._longest_first = sorted(self.texts, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, self._longest_first)) or _NOTHING)
-        self._split_patterns: dict[str, re.Pattern[str]] = {}
+        self._split_patterns: dict[tuple[str, ...], re.Pattern[str]] = {}
         tokenizer.encode_special_tokens = True  # control tokens in texts are tokenized as text
 
-    def split_pattern(self, marks: str) -> re.Pattern[str]:
-        """Return a pattern that splits at control tokens and at the characters that stand for media, and keeps both."""
+    def split_pattern(self, marks: tuple[str, ...]) -> re.Pattern[str]:
+        """Return a pattern that splits at control tokens and at the texts that stand for media, and keeps both."""
         if marks not in self._split_patterns:
             # Single characters, not a class: with literals only, re skips to their first characters at once.
-            literals = "|".join((*marks, *map(re.escape, self._longest_first))) or _NOTHING
+            literals = "|".join(map(re.escape, (*marks, *self._longest_first))) or _NOTHING
             self._split_patterns[marks] = re.compile(f"({literals})")
         return self._split_patterns[marks]
 

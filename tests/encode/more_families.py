@@ -46,8 +46,10 @@ def _exaone(tokenizer: Tokenizer) -> Any:
 
 def _kimi(tokenizer: Tokenizer) -> Any:
     names = {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"}
-    images = t.Kimi_K25ImageProcessor(max_patches=64, size={"max_height": 112, "max_width": 112})
-    return t.Kimi_K25Processor(images, tokenizer(**names), t.Kimi_K25VideoProcessor())
+    names |= {name: f"<|media_{name}|>" for name in ("begin", "content", "end")}
+    sizes = {"max_patches": 64, "size": {"max_height": 112, "max_width": 112}}
+    videos = t.Kimi_K25VideoProcessor(**sizes)
+    return t.Kimi_K25Processor(t.Kimi_K25ImageProcessor(**sizes), tokenizer(**names), videos)
 
 
 def _lighton(tokenizer: Tokenizer) -> Any:
@@ -62,7 +64,7 @@ def _minicpm(kind: str, tokenizer: Tokenizer) -> Any:
     names |= {"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"}
     settings = {"scale_resolution": 112, "max_slice_nums": 4, "patch_size": 14}
     images = getattr(t, f"MiniCPM{kind}ImageProcessor")(**settings)
-    videos = getattr(t, f"MiniCPM{kind}VideoProcessor")()
+    videos = getattr(t, f"MiniCPM{kind}VideoProcessor")(**settings)
     return getattr(t, f"MiniCPM{kind}Processor")(images, videos, tokenizer(**names))
 
 
@@ -97,13 +99,16 @@ def _pixtral(tokenizer: Tokenizer) -> Any:
 def _video_llama(tokenizer: Tokenizer) -> Any:
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
     images = t.VideoLlama3ImageProcessor(**_QWEN, merge_size=1)
-    return t.VideoLlama3Processor(images, tokenizer(**names), t.VideoLlama3VideoProcessor())
+    videos = t.VideoLlama3VideoProcessor(**_QWEN, do_sample_frames=True, num_frames=4)
+    return t.VideoLlama3Processor(images, tokenizer(**names), videos)
 
 
 def _clova(tokenizer: Tokenizer) -> Any:
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
     return t.HyperCLOVAXVisionV2Processor(
-        t.Qwen2VLImageProcessor(**_QWEN), tokenizer(**names), t.Qwen2VLVideoProcessor()
+        t.Qwen2VLImageProcessor(**_QWEN),
+        tokenizer(**names),
+        t.Qwen2VLVideoProcessor(**_QWEN, num_frames=16, do_sample_frames=True),
     )
 
 

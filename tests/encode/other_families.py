@@ -12,6 +12,7 @@ from typing import Any
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.video_utils import VideoMetadata
 
+from packtool.encode.families import family_of
 from packtool.media.measure import load_image
 from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import Sample
@@ -64,7 +65,7 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
         return t.LlavaOnevisionProcessor(
             images,
             tokenizer(image_token="<image>", video_token="<video>"),
-            t.LlavaOnevisionVideoProcessor(),
+            t.LlavaOnevisionVideoProcessor(size={"height": 56, "width": 56}, do_sample_frames=True, num_frames=3),
             num_image_tokens=16,
             vision_feature_select_strategy="full",
         )
@@ -114,11 +115,10 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
     processor_tokenizer = tokenizer(**names, **rows, end_of_utterance_token="<end_of_utterance>")
     sizes = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}
     if family == "smolvlm":
-        # Spells numbers of frames; an optional package, and no video is read here.
+        # Spells numbers of frames; an optional package.
         processing_smolvlm.num2words = processing_smolvlm.num2words or str
-        return t.SmolVLMProcessor(
-            t.SmolVLMImageProcessor(**sizes), processor_tokenizer, t.SmolVLMVideoProcessor(), image_seq_len=4
-        )
+        videos = t.SmolVLMVideoProcessor(**sizes, do_sample_frames=True, num_frames=3, fps=10)
+        return t.SmolVLMProcessor(t.SmolVLMImageProcessor(**sizes), processor_tokenizer, videos, image_seq_len=4)
     return t.Idefics3Processor(t.Idefics3ImageProcessor(**sizes), processor_tokenizer, image_seq_len=4)
 
 
@@ -186,7 +186,7 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
         **_CONFIGS[family],
         name: token_id,
     }
-    if family in ("exaone4_5", "gemma4"):
+    if family_of({"model_type": family}).video_outputs:
         config_values["video_token_id"] = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
     if family.startswith("glm"):
         marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}

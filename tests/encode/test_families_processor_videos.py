@@ -20,18 +20,26 @@ from transformers.video_utils import VideoMetadata
 
 from packtool.encode.encoded import EncodedVideo
 from packtool.encode.encoder import Encoder
-from packtool.encode.families.processor import ProcessorVideos, has_videos
+from packtool.encode.families import family_of
+from packtool.encode.families.processor import ProcessorVideos
 from packtool.encode.families.qwen_vl import clip_frames
 from packtool.encode.media_spans import media_spans, visual_media
 from packtool.media.files import MediaProblem
-from packtool.media.video import VideoSize, measure_video
+from packtool.media.video import VideoSize, load_video, measure_video
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for
 from tests.encode.other_families import model_of, tokens_of
 from tests.encode.test_prepared import prepared, values
 from tests.media.clips import write_clip
 
-NAMES = ("glm4v", "glm46v", "internvl", "gemma4", "exaone4_5")
+BY_SIZE = ("glm4v", "glm46v", "internvl", "gemma4", "exaone4_5", "llava_onevision", "smolvlm")
+BY_SIZE += ("minicpmv4_6", "hyperclovax_vision_v2")
+"""Whose videos have tokens by their size and number of frames alone."""
+NAMES = (*BY_SIZE, "video_llama_3")
+OWN_RATE = ("glm46v", "smolvlm", "minicpmv4_6")
+"""Whose processors do not sample at a given number of frames per second."""
+WITHOUT_TIMES = ("internvl", "exaone4_5", "llava_onevision", "minicpmv4_6", "hyperclovax_vision_v2")
+"""Whose processors write no times of frames."""
 ASKED: dict[str, tuple[ProcessorVideos, Any]] = {}
 
 
@@ -71,7 +79,20 @@ def small(clips: list[MediaRef], tmp_path_factory: pytest.TempPathFactory) -> di
 
 def pad_of(name: str, processor: Any) -> str:
     """The placeholder token of videos: that of pictures, where frames are written as such."""
-    return str(processor.video_token if name in ("gemma4", "exaone4_5") else processor.image_token)
+    has_own_pad = family_of({"model_type": name}).video_outputs
+    return str(processor.video_token if has_own_pad else processor.image_token)
+
+
+def process(processor: Any, frames: Any, metadata: VideoMetadata) -> Any:
+    """What a processor makes of a video, with the text that it writes, and the frames that it samples."""
+    return processor(
+        text=[processor.video_token],
+        videos=[frames],
+        return_text_replacement_offsets=True,
+        return_metadata=True,
+        videos_kwargs={"return_tensors": "pt", "video_metadata": [metadata]},
+        text_kwargs={"return_tensors": None},
+    )
 
 
 def film(question: str, *videos: MediaRef, answer: str = "It is.") -> Sample:
@@ -80,7 +101,7 @@ def film(question: str, *videos: MediaRef, answer: str = "It is.") -> Sample:
 
 @settings(max_examples=12)
 @given(
-    name=st.sampled_from(NAMES),
+    name=st.sampled_from(BY_SIZE),
     num_frames=st.integers(1, 90),
     fps=st.sampled_from([2.0, 12.5, 24000 / 1001, 60.0]),
     sides=st.tuples(st.integers(20, 90), st.integers(20, 90)),
@@ -96,13 +117,7 @@ def test_frames_and_text_equal_those_of_the_processor(
         patch.setattr("packtool.media.video.measure_video", lambda ref: size)
         refused = ""
         try:
-            inputs = processor(
-                text=[processor.video_token],
-                videos=[np.zeros((num_frames, *sides, 3), np.uint8)],
-                return_text_replacement_offsets=True,
-                return_metadata=True,
-                video_metadata=[metadata],
-            )
+            inputs = process(processor, np.zeros((num_frames, *sides, 3), np.uint8), metadata)
         except ValueError as error:
             refused = str(error)
         if refused:
@@ -118,7 +133,8 @@ def test_frames_and_text_equal_those_of_the_processor(
     assert video.num_tokens == written["replacement"].count(pad_of(name, processor))
     if "video_metadata" in inputs:
         assert list(video.indices) == list(inputs["video_metadata"][0].frames_indices)
-    assert not video.grid or list(video.grid) == inputs["video_grid_thw"][0].tolist()
+    if "video_grid_thw" in inputs:
+        assert list(video.grid) == np.ravel(inputs["video_grid_thw"]).tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -199,7 +215,8 @@ def test_pictures_and_videos_of_a_row_are_found_in_their_order(
     (result,) = encoder.encode([row])
     if isinstance(result, Dropped):
         assert result.reason in ("media_unsupported", "no_target_tokens")
-        assert result.reason != "media_unsupported" or (name == "internvl" and "do not show the order" in result.detail)
+        is_ambiguous = name in ("internvl", "smolvlm") and "do not show the order" in result.detail
+        assert result.reason != "media_unsupported" or is_ambiguous
         return
     (sample,) = result
     is_video = [part != "<image>" for part in parts][len(parts) - len(sample.media) :]
@@ -227,6 +244,8 @@ def test_pretokenized_rows_with_pictures_and_videos(
 ) -> None:
     row = replace(film("<video> and <image> and <video>", *[small["<video>"]] * 2), images=(small["<image>"],))
     for name in NAMES:
+        if name == "smolvlm":
+            continue
         (expected,) = encoder_of(name).encode([row])
         assert isinstance(expected, list), expected
         (result,) = encoder_of(name).encode([prepared(row, expected)])
@@ -255,24 +274,18 @@ def test_clips_and_frames_per_second_of_a_row(
     """As the processor samples a video of the clip's frames alone at this rate; times count from the file's start."""
     encoding, processor = ASKED[name]
     ref = replace(clips[1], clip=clip, limits=() if fps is None else (("fps", fps),))
-    if fps is not None and name == "glm46v":  # it chooses the rate by the duration
+    if fps is not None and name in OWN_RATE:
         with pytest.raises(MediaProblem, match="its row has fps"):
             encoding.measure(ref)
         return
     size = measure_video(clips[1])
     first, num_frames = (0, size.num_frames) if clip is None else clip_frames(clip, size.num_frames, size.fps)
-    frames = np.zeros((num_frames, size.height, size.width, 3), np.uint8)
+    frames = load_video(clips[1].path, None, (), range(first, first + num_frames))
     if fps is not None:
         processor = copy.deepcopy(processor)
         processor.video_processor.fps, processor.video_processor.num_frames = fps, None
     metadata = VideoMetadata(num_frames, size.fps, size.width, size.height, num_frames / size.fps)
-    outputs = processor(
-        text=[processor.video_token],
-        videos=[frames],
-        return_text_replacement_offsets=True,
-        return_metadata=True,
-        video_metadata=[metadata],
-    )
+    outputs = process(processor, frames, metadata)
     ((written,),) = outputs["text_replacement_offsets"]
     video = encoding.measure(ref)
     if "video_metadata" in outputs:
@@ -280,11 +293,11 @@ def test_clips_and_frames_per_second_of_a_row(
     assert first <= video.indices[0] <= video.indices[-1] < first + num_frames
     assert video.num_tokens == written["replacement"].count(pad_of(name, processor))
     texts = [segment for segment in encoding.segments(video) if isinstance(segment, str)]
-    if first == 0 or name in ("internvl", "exaone4_5"):  # without times
+    if first == 0 or name in WITHOUT_TIMES:
         assert all(text in written["replacement"] for text in texts)
     else:
         seconds = int(video.indices[0] / size.fps)
-        assert {"gemma4": f"00:{seconds:02d}"}.get(name, str(seconds)) in texts[0]
+        assert (f"00:{seconds:02d}" if name in ("gemma4", "smolvlm") else str(seconds)) in texts[0]
 
 
 def test_all_images_given_as_a_video_are_frames(encoder_of: Callable[..., Encoder], drawn_data: Path) -> None:
@@ -312,11 +325,31 @@ def test_placeholders_may_be_ordinary_tokens(
     np.testing.assert_array_equal(encoded.input_ids, expected.input_ids)
 
 
-def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, processor = ASKED["internvl"]
-    assert has_videos(processor)
-    monkeypatch.setattr(processor, "video_token", "<no such token>")
-    assert not has_videos(processor)
+@pytest.mark.parametrize(
+    ("name", "file", "edit", "detail"),
+    [
+        ("exaone4_5", "config.json", {"video_token_id": 5}, "no common video token"),
+        ("minicpmv4_6", "processor_config.json", {"video_processor": {"stack_frames": 2}}, "set stack_frames to 1"),
+    ],
+)
+def test_settings_without_videos(
+    directory_of: Callable[[str], Path],
+    clips: list[MediaRef],
+    tmp_path: Path,
+    name: str,
+    file: str,
+    edit: dict[str, Any],
+    detail: str,
+) -> None:
+    other = shutil.copytree(directory_of(name), tmp_path / "model")
+    settings = json.loads((other / file).read_text())
+    for key, value in edit.items():
+        settings[key] = settings[key] | value if isinstance(value, dict) else value
+    (other / file).write_text(json.dumps(settings))
+    (dropped,) = encoder_for(other).encode([film("<video>", clips[0])])
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "media_unsupported"
+    assert detail in dropped.detail
 
 
 def test_processor_without_sampling_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.data import MediaOptions
-from packtool.encode.families import glm4v, processor, qwen_omni, qwen_vl
+from packtool.encode.families import glm4v, processed, qwen_omni, qwen_vl
 from packtool.encode.families.record import Family as Family
 from packtool.encode.families.record import ImageLimits as ImageLimits
 from packtool.encode.families.record import MediaEncoding as MediaEncoding
@@ -23,7 +23,7 @@ from packtool.encode.families.refused import OTHER as OTHER
 from packtool.encode.families.refused import REFUSED as REFUSED
 from packtool.encode.model_files import ModelFiles
 
-FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *processor.FAMILIES)
+FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *processed.FAMILIES)
 """All families that can be trained and have a record of their own."""
 
 TEXT = Family(title="text models")

@@ -3,43 +3,38 @@
 It processes a blank picture for each new size, and the tokens are cached by size. This costs as much as processing
 pictures, and needs torch in the worker. Where videos are sequences of pictures, it gets frames without pixels (torch's
 meta device), since its text depends only on their size and number; only the first frame is decoded.
-
-``FAMILIES`` are trained this way: their text tower is causal with plain positions, ``config.json`` names one
-placeholder token for pictures, and the forward takes the processor's outputs
-(``tests/batch/test_media_processed.py``). ``REFUSED`` can be exported through their own processor but not trained.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
-from packtool.encode.families.qwen_vl import QWEN3_5, clip_frames
+from packtool.encode.families.qwen_vl import clip_frames
 from packtool.encode.families.record import (
-    INTERNVL_TOKENS,
-    BoxForm,
     Family,
     MediaEncoding,
     MediaSegment,
     Medium,
     TokenRun,
-    Towers,
     encoded_video,
     pad_ids_of,
     square_side,
 )
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, MediaError
 from packtool.media.files import MediaProblem, label
+from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaKind, MediaRef
 
 
@@ -78,6 +73,8 @@ SLOWER = "each worker loads transformers' processor, which determines the tokens
 """Warning about the cost of ``ProcessorVideos``."""
 
 _MAX_REMEMBERED = 16  # the segments of a video are needed soon after it is measured
+_MAX_REMEMBERED_TEXTS = 20_000  # more than measured media that an encoder remembers
+_File = tuple[str | None, bytes | None]  # path, or content
 
 
 class ProcessorVideos:
@@ -86,25 +83,35 @@ class ProcessorVideos:
     Args:
         pad: the placeholder token of pictures and frames.
         marks: further tokens that mark media, which the tokenizer may not mark as special.
+        patch_side: of the vision tower, in pixels.
     """
 
-    def __init__(self, processor: Any, pad: str, marks: Sequence[str] = ()) -> None:
-        self._processor, self._pad = processor, pad
+    def __init__(self, processor: Any, pad: str, marks: Sequence[str] = (), patch_side: int = 1) -> None:
+        self._processor, self._pad, self._patch_side = processor, pad, patch_side
         self._special = special_tokens(processor, marks)
-        self._process_once = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
+        # VideoLLaMA 3 leaves out tokens of regions that do not change from one frame to the next.
+        self._depends_on_pixels = bool(getattr(processor.video_processor, "use_token_compression", False))
+        max_remembered = _MAX_REMEMBERED_TEXTS if self._depends_on_pixels else _MAX_REMEMBERED
+        self._process_once = lru_cache(maxsize=max_remembered)(self._process)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for the user, one line each."""
-        if self._processor.video_processor.do_sample_frames:
-            return ()
-        remedy = "set do_sample_frames and num_frames or fps there to sample fewer"
-        return (f"all frames of a video are taken, by the settings of the model's video processor: {remedy}",)
+        warnings = []
+        if self._depends_on_pixels:
+            warnings.append("each video is decoded to count its tokens: set use_token_compression to false to avoid it")
+        if not self._processor.video_processor.do_sample_frames:
+            remedy = "set do_sample_frames and num_frames or fps there to sample fewer"
+            warnings.append(f"all frames of a video are taken, by the settings of its video processor: {remedy}")
+        return tuple(warnings)
 
     def measure(self, ref: MediaRef) -> EncodedVideo:
         """Measure a video by its header, and sample its frames."""
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
+        if (getattr(self._processor.video_processor, "stack_frames", None) or 1) > 1:
+            detail = "the settings of its video processor stack frames in one picture: set stack_frames to 1"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
         row_fps = self._row_fps(ref)
         size = measure_video(ref)
         first_frame, num_frames = 0, size.num_frames
@@ -113,11 +120,14 @@ class ProcessorVideos:
                 first_frame, num_frames = clip_frames(ref.clip, num_frames, size.fps)
             sampled = self._frame_indices(ref, num_frames, size.fps, row_fps)  # among the frames of the clip
             indices = tuple(first_frame + index for index in sampled)
-            segments, grid = self._process_once(size.height, size.width, num_frames, size.fps, indices)
+            content = self._content(ref, [(frame.path, frame.data) for frame in ref.frames], ref.policy)
+            segments, grid = self._process_once(size.height, size.width, num_frames, size.fps, indices, content)
+        except MediaError as error:
+            raise MediaProblem("media_unreadable", f"{label(ref)}: {error.message}") from error
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             detail = f"{label(ref)}: the model's processor cannot process it: {error}"
             raise MediaProblem("media_size", detail) from error
-        num_time_steps = grid[0] if grid else len(indices)
+        num_time_steps = sum(grid[::3]) or len(indices)
         seconds = num_frames / size.fps
         return encoded_video(
             ref,
@@ -141,7 +151,10 @@ class ProcessorVideos:
     @cached_property
     def _heeds_fps(self) -> bool:
         """Return whether the processor samples more frames of 100 seconds of video at 2 per second than at 1."""
-        num_slow, num_fast = (len(self._sample_frames(3000, 30.0, row_fps)) for row_fps in (1.0, 2.0))
+        try:
+            num_slow, num_fast = (len(self._sample_frames(3000, 30.0, row_fps)) for row_fps in (1.0, 2.0))
+        except TypeError:  # SmolVLM samples only with a maximum number of frames
+            return False
         return num_slow < num_fast
 
     def _frame_indices(self, ref: MediaRef, num_frames: int, fps: float, row_fps: float | None) -> tuple[int, ...]:
@@ -154,8 +167,15 @@ class ProcessorVideos:
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
-        segments, _ = self._process_once(video.height, video.width, video.num_frames, video.fps, video.indices)
+        content = self._content(video, video.frames, MediaPolicy())
+        segments, _ = self._process_once(video.height, video.width, video.num_frames, video.fps, video.indices, content)
         return segments
+
+    def _content(self, video: MediaRef | EncodedVideo, frames: Sequence[_File], policy: MediaPolicy) -> MediaRef | None:
+        """Return a reference to a video's content; None if its tokens depend only on its size."""
+        if not self._depends_on_pixels:
+            return None
+        return MediaRef(video.path, video.data, tuple(MediaRef(*frame) for frame in frames), policy=policy)
 
     def _sample_frames(self, num_frames: int, fps: float, row_fps: float | None = None) -> tuple[int, ...]:
         """Return the indexes of frames sampled by the processor's settings, or at ``row_fps`` frames per second."""
@@ -168,23 +188,30 @@ class ProcessorVideos:
         return tuple(int(index) for index in indices)
 
     def _process(
-        self, height: int, width: int, num_frames: int, fps: float, indices: tuple[int, ...]
+        self,
+        height: int,
+        width: int,
+        num_frames: int,
+        fps: float,
+        indices: tuple[int, ...],
+        content: MediaRef | None,
     ) -> tuple[list[MediaSegment], tuple[int, ...]]:
-        """Return the tokens of a video with these sampled frames, and its grid in patches; () if it has none."""
+        """Return the tokens of a video with these sampled frames, and its grid in patches; () if it has none.
+
+        ``content``: the video, if its tokens depend on its pixels.
+        """
         import torch
 
         frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
+        if content is not None:
+            from packtool.media.video import load_video
+
+            listed = [(frame.path, frame.data) for frame in content.frames]
+            shape = num_frames, height, width
+            pixels = load_video(content.path, content.data, listed, indices, content.policy, shape)
+            frames = torch.from_numpy(pixels).permute(0, 3, 1, 2)
         text, outputs = process_video(self._processor, frames, num_frames, fps, indices)
-        grids = outputs.get("video_grid_thw")
-        grid = () if grids is None else tuple(grids[0].tolist())
-        return split_processor_text(text, self._special), grid
-
-
-def has_videos(processor: Any) -> bool:
-    """Return whether a processor supports videos, and its tokenizer has the token for them."""
-    added = processor.tokenizer.added_tokens_decoder.values()
-    is_known = getattr(processor, "video_token", None) in {token.content for token in added}
-    return getattr(processor, "video_processor", None) is not None and is_known
+        return split_processor_text(text, self._special), _video_grid(outputs, self._patch_side)
 
 
 def process_video(
@@ -257,26 +284,31 @@ class ProcessorFamily(MediaEncoding):
         self._family = family
         self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", _DEFAULT_PATCH_SIDE)
         processor = self._processor = load_processor(files.directory)
-        pad_id = pad_ids_of(files.config).get("image")
-        self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
+        pad_ids = pad_ids_of(files.config)
+        self._pads = {kind: str(processor.tokenizer.convert_ids_to_tokens(pad)) for kind, pad in pad_ids.items()}
+        self._pad = self._pads.get("image")
+        self._added_tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values()}
         self._special = special_tokens(processor)
         self._process_once = cache(self._process_picture)  # once for each size
         single_picture, _grid = self._process_once(*_PROBE_SIZE)
         row_form = self._row_form(single_picture)
         self._is_numbered = row_form == "numbered"
-        self.one_picture_only = row_form == "unknown"
+        self._cuts_single_pictures = "batch_num_images" in family.processor_inputs
+        self.one_picture_only = row_form == "unknown" and not self._cuts_single_pictures
         self.warnings = (
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
         )
         kinds_by_token: dict[str, MediaKind] = {str(processor.image_token): "image"}
         self._videos = self._make_videos()
-        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
+        self._no_videos_reason = family.no_videos or "processor, tokenizer and config.json name no common video token"
         if self._videos is not None:
             self.warnings += self._videos.warnings
             kinds_by_token[str(processor.video_token)] = "video"
+            # SmolVLM's processor renders rows with videos by a template of its own.
+            self.video_template = getattr(sys.modules[type(processor).__module__], "DEFAULT_CHAT_TEMPLATE", "")
         picture_tokens = [segment.token for segment in single_picture if isinstance(segment, TokenRun)]
-        all_tokens = [str(processor.image_token), *picture_tokens, *kinds_by_token]
+        all_tokens = [str(processor.image_token), *picture_tokens, *(kinds_by_token.keys() & self._added_tokens)]
         self.control_tokens = tuple(dict.fromkeys(all_tokens))  # each once
         self.content_as_list = _accepts_content_lists(files)
         self.placeholders = kinds_by_token if self.content_as_list else {}  # tokens that the chat template writes
@@ -292,12 +324,15 @@ class ProcessorFamily(MediaEncoding):
 
     def _make_videos(self) -> ProcessorVideos | None:
         """Return the encoding of videos; None if the family, the processor or the tokenizer does not support them."""
-        if self._family.no_videos or self._pad is None or not has_videos(self._processor):
+        has_videos = None not in [getattr(self._processor, name, None) for name in ("video_processor", "video_token")]
+        if self._family.no_videos or self._pad is None or not has_videos:
             return None
         if not self._family.video_outputs:
             return ProcessorVideos(self._processor, self._pad)
         pad = str(self._processor.video_token)
-        return ProcessorVideos(self._processor, pad, [pad])
+        if pad not in self._added_tokens or pad != self._pads.get("video", pad):
+            return None
+        return ProcessorVideos(self._processor, pad, [pad], self._patch_side)
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a picture by its header; count the tokens of a blank picture of the same size, by the processor."""
@@ -323,17 +358,28 @@ class ProcessorFamily(MediaEncoding):
         num_tokens = counts[self._pad] if self._pad is not None else max(counts.values(), default=0)
         return EncodedImage(ref.path, ref.data, height, width, grid=grid, num_tokens=num_tokens)
 
+    def together(self, images: list[Medium]) -> list[Medium]:
+        if not self._cuts_single_pictures:
+            return images
+        uncut = [replace(image, grid=(1, *image.grid[1:])) for image in images if isinstance(image, EncodedImage)]
+        pad = str(self._pad)
+        return [replace(image, num_tokens=_token_counts(self.segments(image))[pad]) for image in uncut]
+
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         if isinstance(medium, EncodedVideo):
             assert self._videos is not None, "it was measured"
-            return self._videos.segments(medium)
-        assert isinstance(medium, EncodedImage), "nothing else is measured"
-        segments, _ = self._process_once(medium.height, medium.width)
+            segments = self._videos.segments(medium)
+        else:
+            assert isinstance(medium, EncodedImage), "nothing else is measured"
+            is_uncut = self._cuts_single_pictures and medium.is_uncut
+            segments = self._process_once(medium.height, medium.width, 2 if is_uncut else 1)[0]
         return _numbered(segments, number) if self._is_numbered else segments
 
-    def _process_picture(self, height: int, width: int) -> tuple[list[MediaSegment], tuple[int, ...]]:
-        """Return the tokens of a picture of this size, and its grid (``EncodedImage.grid``)."""
-        (segments,), outputs = self._process([(height, width)])
+    def _process_picture(
+        self, height: int, width: int, num_pictures: int = 1
+    ) -> tuple[list[MediaSegment], tuple[int, ...]]:
+        """Return the tokens of a picture of this size in a row, and its grid (``EncodedImage.grid``)."""
+        (segments, *_), outputs = self._process([(height, width)] * num_pictures)
         return segments, _tower_grid(outputs, self._patch_side) if self._family.processor_inputs else ()
 
     def _process(self, sizes: list[tuple[int, int]]) -> tuple[list[list[MediaSegment]], Mapping[str, Any]]:
@@ -357,10 +403,21 @@ def _tower_grid(outputs: Mapping[str, Any], patch_side: int) -> tuple[int, ...]:
     return math.prod(num_tiles), height // patch_side, width // patch_side
 
 
+def _video_grid(outputs: Mapping[str, Any], patch_side: int) -> tuple[int, ...]:
+    """Return the grid of the only video in a processor's outputs, as in ``EncodedVideo.grid``."""
+    if "video_grid_thw" in outputs:
+        return tuple(outputs["video_grid_thw"].flatten().tolist())
+    if "target_sizes_videos" in outputs:
+        return _tower_grid({"target_sizes": outputs["target_sizes_videos"]}, patch_side)
+    pixels = outputs.get("pixel_values_videos")
+    is_tiled = pixels is not None and pixels.ndim == 5  # (1, T, C, H, W)
+    return _tower_grid({"pixel_values": pixels}, patch_side) if is_tiled else ()
+
+
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
     """Raise ConfigError that names each limit on media the user gives: only Qwen's families support them."""
     problems = []
-    for field in dataclasses.fields(MediaOptions):
+    for field in fields(MediaOptions):
         if field.name != "resize" and getattr(options, field.name) is not None:
             kind = "pictures" if field.metadata["panel"] == "Pictures" else "videos and sounds"
             name = "--" + field.name.replace("_", "-")
@@ -417,160 +474,3 @@ def _accepts_content_lists(files: ModelFiles) -> bool:
     except TemplateFailure:
         return False
     return _PROBE in rendered and "'text'" not in rendered
-
-
-# Layers of the projector from the vision tower to the text model: the input and output width of each (``Family``).
-_PLAIN = ("tower text", "text text")
-_MERGED = ("merged text", "text text")
-_PIXTRAL = ("merged tower", "tower text", "text text")
-_SWIGLU = ("merged aligned", "gated text")
-
-
-def _family(
-    title: str,
-    *model_types: str,
-    inputs: tuple[str, ...] = (),
-    vision: str = "model.vision_tower",
-    aligner: tuple[str, ...] = ("model.multi_modal_projector",),
-    no_videos: str = "this model does not support videos",
-    projector: tuple[str, ...] = _PLAIN,
-    unused: tuple[str, ...] = (),
-    **other_fields: Any,
-) -> Family:
-    """Return the record of a family whose media are encoded by ``ProcessorFamily``.
-
-    Args:
-        inputs: outputs of the processor for pictures that the model takes in addition to ``pixel_values``.
-        aligner: modules between the vision tower and the text model.
-        no_videos: why videos are refused; "" if they are not.
-        projector: widths of the linear layers of these modules.
-    """
-    takes_videos = not no_videos
-    return Family(
-        title=title,
-        model_types=model_types,
-        encoding=ProcessorFamily,
-        no_videos=no_videos,
-        kinds=("image", "video") if takes_videos else ("image",),
-        towers=Towers(vision=(vision,), aligner=aligner, unused=unused),
-        positions="counted",  # 0, 1, 2, ...
-        processor_inputs=("pixel_values", *inputs),
-        videos_as_pictures=takes_videos,
-        projector=projector,
-        **other_fields,
-    )
-
-
-# ``image_newline`` is a trained vector at the end of each row of a picture's features.
-_NEWLINE = ("model.multi_modal_projector", "model.image_newline")
-_APART = "the model encodes videos by a function of its own, which packtool does not call"
-_STACKED = "the model can encode videos together only with equal numbers of frames"
-# These turn the tower's features into visual words.
-_OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
-
-FAMILIES: tuple[Family, ...] = (
-    _family(
-        "InternVL 3, 3.5",
-        "internvl",
-        projector=_MERGED,
-        boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS),
-        no_videos="",
-    ),
-    _family(
-        "LLaVA-OneVision (one picture per row)",
-        "llava_onevision",
-        inputs=("image_sizes", "batch_num_images"),
-        aligner=_NEWLINE,
-        no_videos=_STACKED,
-    ),
-    _family("LLaVA-NeXT (1.6)", "llava_next", inputs=("image_sizes",), aligner=_NEWLINE),
-    _family("LLaVA 1.5, Pixtral", "llava", inputs=("image_sizes",)),
-    _family("Mistral 3", "mistral3", inputs=("image_sizes",), projector=_PIXTRAL),
-    _family(
-        "Idefics 3, SmolVLM",
-        "idefics3",
-        "smolvlm",
-        inputs=("pixel_attention_mask",),
-        vision="model.vision_model",
-        aligner=("model.connector",),
-        projector=("merged text",),
-        no_videos="Idefics 3 does not support videos, nor does the chat template of SmolVLM",
-    ),
-    _family(
-        "Kimi K2.5",
-        "kimi_k25",
-        inputs=("image_grid_thw",),
-        aligner=("model.mm_projector",),
-        projector=("merged merged", "merged text"),
-        no_videos=_APART,
-    ),
-    _family(
-        "MiniCPM-V 4.6",
-        "minicpmv4_6",
-        "minicpm_ocr",
-        inputs=("target_sizes",),
-        aligner=("model.merger",),
-        projector=("merged merged", "merged text"),
-        no_videos=_APART,
-        recurrent_types=QWEN3_5.recurrent_types,
-        recurrent_layers=QWEN3_5.recurrent_layers,
-    ),
-    _family("Aya Vision", "aya_vision", projector=_SWIGLU),
-    _family("Command A Vision", "cohere2_vision", projector=_SWIGLU),
-    _family(
-        "EXAONE 4.5",
-        "exaone4_5",
-        inputs=("image_grid_thw",),
-        vision="model.visual",
-        aligner=("model.visual.merger",),
-        projector=Family.projector,
-        no_videos="",
-        video_outputs=("pixel_values_videos", "video_grid_thw"),
-    ),
-    _family(
-        "HyperCLOVA X SEED Vision",
-        "hyperclovax_vision_v2",
-        inputs=("image_grid_thw",),
-        vision="model.vision_model",
-        aligner=("model.projector",),
-        projector=(*Family.projector, "out text"),
-        no_videos=_APART,
-    ),
-    _family(
-        "LightOnOCR",
-        "lighton_ocr",
-        inputs=("image_sizes",),
-        vision="model.vision_encoder",
-        aligner=("model.vision_projection",),
-        projector=_PIXTRAL,
-    ),
-    _family("LLaVA-NeXT-Video", "llava_next_video", inputs=("image_sizes",), aligner=_NEWLINE, no_videos=_STACKED),
-    _family(
-        "Ovis 2",
-        "ovis2",
-        aligner=(*_OVIS_HEAD, "model.visual_embeddings_table"),
-        projector=("merged words", "vocabulary text"),
-    ),
-    _family(
-        "VideoLLaMA 3",
-        "video_llama_3",
-        inputs=("image_grid_thw", "image_merge_sizes"),
-        vision="model.vision_model",
-        aligner=("model.projector",),
-        no_videos="the number of tokens of a video depends on the content of its frames",
-    ),
-    _family("ViP-LLaVA", "vipllava"),
-    _family("Gemma 3", "gemma3", projector=("tower text",), whole_pictures="all", token_types="token_type_ids"),
-    _family(
-        "Gemma 4",
-        "gemma4",
-        inputs=("image_position_ids",),
-        aligner=("model.embed_vision",),
-        projector=("tower text",),
-        unused=("model.audio_tower", "model.embed_audio"),
-        whole_pictures="windows",
-        token_types="mm_token_type_ids",
-        no_videos="",
-        video_outputs=("pixel_values_videos", "video_position_ids"),
-    ),
-)

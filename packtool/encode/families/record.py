@@ -198,6 +198,7 @@ class MediaEncoding:
         placeholders: kind of medium by this control token; empty unless ``content_as_list``.
         warnings: for the user, one line each.
         one_picture_only: whether rows may have only one picture.
+        video_template: chat template of rows with videos, if the processor has one for them.
     """
 
     limits = MediaLimits()
@@ -206,10 +207,15 @@ class MediaEncoding:
     placeholders: Mapping[str, MediaKind] = MappingProxyType({})
     warnings: tuple[str, ...] = ()
     one_picture_only = False
+    video_template = ""
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a medium, by its header if that is enough; MediaProblem if it cannot be used."""
         raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model supports only text")
+
+    def together(self, images: list[Medium]) -> list[Medium]:
+        """Return the measured pictures of a row that has several."""
+        return images
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         """Return a medium's tokens from its first mark to its last; ``number``: its index among its kind in the row."""
@@ -330,7 +336,7 @@ class Family:
         keeps_bounds: whether all pictures and videos are resized to the bounds of the processor's settings.
         videos_as_pictures: whether the model takes a video's frames as pictures, by the same inputs and with the same
             placeholder tokens. ``media_spans`` distinguishes them by ``video_marks``, or by the text between frames.
-        video_outputs: with ``videos_as_pictures``, outputs of its processor for videos that correspond to
+        video_outputs: with ``videos_as_pictures``, outputs of its processor for videos that correspond to the first
             ``processor_inputs``, if these have other names than those for pictures. Videos then have placeholder tokens
             of their own, which become those of pictures in a batch.
         refused: reason why its models can be exported for, but not trained; "" if they can be trained.

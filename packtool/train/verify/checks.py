@@ -272,7 +272,7 @@ class PackUnderTest:
         """Return inputs of towers with the media of ``slices[number]`` negated; slices are in the order of media."""
         negated = dict(media)
         for name, tensor in media.items():
-            shapes = [_tower_input_shape(sample_slice, name, self.spec) for sample_slice in slices]
+            shapes = [_tower_input_shape(each, name, self.spec, has_tiles="tiles" in media) for each in slices]
             known = [shape for shape in shapes if shape]
             # Media are concatenated along the first axis, or along the last one as patches in one long row.
             is_first = not known or sum(shape[0] for shape in known) == len(tensor) or len(known[0]) == 1
@@ -308,8 +308,10 @@ def _compute_logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor
     return logits.float().cpu()
 
 
-def _tower_input_shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]:
+def _tower_input_shape(sample: EncodedSample, name: str, spec: InputSpec, *, has_tiles: bool) -> tuple[int, ...]:
     """Return the shape (or its first axis) of a sample's part of a tower input; () for other inputs such as grids."""
+    if name == "pixel_values" and has_tiles:  # the batch has the tiles of all media
+        return (sum([image.grid[0] for image in sample.images] + [video.grid[0] for video in sample.videos]),)
     if name == "pixel_values" and spec.family.processor_inputs:
         # Only the processor knows how many tiles a picture has.
         single_kinds = [dataclasses.replace(sample, videos=()), dataclasses.replace(sample, images=())]
