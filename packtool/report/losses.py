@@ -39,7 +39,7 @@ from packtool.train.prepare.checkpoint import finished_checkpoints, read_options
 from packtool.train.prepare.history import has_history, read_history, train_config_of
 from packtool.train.prepare.output_dir import HISTORY
 from packtool.train.prepare.sample_losses import losses_by_epoch, stream_losses
-from packtool.train.prepare.streamed import open_stream
+from packtool.train.prepare.streamed import StreamedSource, open_stream
 
 GROUPS = {"highest": "highest loss", "not_improved": "did not improve", "near_zero": "near zero from the start"}
 """Titles of the groups, by their names in JSON."""
@@ -175,16 +175,9 @@ def encode_rows(losses: RunLosses, numbers: Int64Array, model: str | None) -> tu
     Returns their decoder and, by their ``numbers`` (S,) in ``losses``, the samples with as many tokens as when trained.
     ``model`` is the present directory of the model if it has moved.
     """
-    options = next((read_options(checkpoint) for checkpoint in finished_checkpoints(losses.run)[-1:]), None)
-    if options is None:
-        problem = f"{losses.run} has no checkpoint with the options of the run, so rows cannot be encoded again"
-        raise MismatchError(problem, "--losses alone, or --export-losses FILE, names file and row of each sample.")
-    config = train_config_of(options, "of another version")
     rows = losses.stream.select(["source", "row", "sample", "tokens", "target_tokens"]).take(numbers).to_pylist()
     numbers_by_key = dict(zip((tuple(row.values()) for row in rows), numbers.tolist(), strict=True))
-    removed = {name for name, *_ in numbers_by_key if not storage.is_remote(name) and not storage.exists(name)}
-    dataset = tuple(name for name in config.dataset if storage.normalize(name) not in removed)
-    source, *_ = open_stream(dataclasses.replace(config, dataset=dataset, model=model or config.model), World())
+    source = _open_files(losses.run, {name for name, *_ in numbers_by_key}, model)
     encoder, samples = Encoder(source.encode_spec, source.files), dict[int, EncodedSample]()
     for spec in source.row_files:
         label = storage.masked(spec.path)
@@ -194,6 +187,19 @@ def encode_rows(losses: RunLosses, numbers: Int64Array, model: str | None) -> tu
             if key in numbers_by_key:
                 samples[numbers_by_key[key]] = sample
     return Decoder(source.files, source.encode_spec.recorded(), source.media_limits), dict(sorted(samples.items()))
+
+
+def _open_files(run: str, names: set[str], model: str | None) -> StreamedSource:
+    """Open the stream of a run again; of its files with these names, leave out those that no longer exist."""
+    options = next((read_options(checkpoint) for checkpoint in finished_checkpoints(run)[-1:]), None)
+    if options is None:
+        problem = f"{run} has no checkpoint with the options of the run, so rows cannot be encoded again"
+        raise MismatchError(problem, "--losses alone, or --export-losses FILE, names file and row of each sample.")
+    config = train_config_of(options, "of another version")
+    removed = {name for name in names if not storage.is_remote(name) and not storage.exists(name)}
+    dataset = tuple(name for name in config.dataset if storage.normalize(name) not in removed)
+    source, *_ = open_stream(dataclasses.replace(config, dataset=dataset, model=model or config.model), World())
+    return source
 
 
 def _encode_file(spec: SourceSpec, rows: set[int], encoder: Encoder) -> Iterator[tuple[int, EncodedSample]]:

@@ -146,10 +146,7 @@ class ShownPacks:
 def _figures_of_steps(
     locations: npt.NDArray[Any], lengths: npt.NDArray[Any], step_of_pack: Int64Array
 ) -> dict[str, Int64Array]:
-    """Return figures of the S steps of a plan, (S,) each, by their names in ``samples.js``.
-
-    ``locations`` (N, 3) are step, rank and micro-batch of each sample, and ``lengths`` (N,) the tokens that it adds.
-    """
+    """Return figures of the S steps, (S,) each; ``locations`` (N, 3) and ``lengths`` (N,) are of the N samples."""
     step, rank, micro_batch = locations.T.astype(np.int64)
     num_steps = int(step.max()) + 1
     last_micro_batch = np.zeros(num_steps, np.int64)
@@ -183,6 +180,11 @@ def evenly_spaced(count: int, max_numbers: float) -> Int64Array:
     return np.unique(np.linspace(0, count - 1, num_numbers).round().astype(np.int64))
 
 
+def _first_dropped_rows(directory: str) -> list[dict[str, Any]]:
+    rows = itertools.islice(dropped_rows(storage.join(directory, DROPPED_NAME)), _MAX_DROPPED)
+    return [{name: row[name] for name in ("source", "row", "reason", "detail")} for row in rows]
+
+
 class Pages:
     """The pages of one split of a cache, or of a run with its losses.
 
@@ -199,7 +201,12 @@ class Pages:
         self._sample_at: Callable[[int], EncodedSample]
         if reader is None:
             self._open_stream()
-            return
+        else:
+            self._open_caches(reader, shows_all=shows_all)
+
+    def _open_caches(self, reader: CacheReader, *, shows_all: bool) -> None:
+        """Choose samples of caches, and read their index, their dropped rows and the plan."""
+        config = self._config
         self.num_cached, self._sample_at = len(reader), reader.sample
         identity = reader.manifests[0].identity
         self._decoder = Decoder(model_of_cache(reader, config.model), identity.spec, identity.media_limits)
@@ -209,9 +216,7 @@ class Pages:
         self.numbers = self._choose_samples(max_samples, shows_all=shows_all)
         self._columns = {name: each[self.numbers] for name, each in vars(reader.index).items() if name != "channels"}
         self._channels, self._num_dropped = reader.index.channels, dict(reader.manifests[0].dropped)
-        rows = dropped_rows(storage.join(reader.directories[0], DROPPED_NAME))
-        columns = ("source", "row", "reason", "detail")
-        self._dropped = [{name: row[name] for name in columns} for row in itertools.islice(rows, _MAX_DROPPED)]
+        self._dropped = _first_dropped_rows(reader.directories[0])
 
     def _open_stream(self) -> None:
         """Choose samples of a run on streamed rows, and encode them again."""
