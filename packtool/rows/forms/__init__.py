@@ -183,7 +183,7 @@ def _sample_of_turns(
 
 
 def _media_fields(media: Mapping[MediaKind, tuple[MediaRef, ...]]) -> dict[str, Any]:
-    return {f"{kind}s": refs for kind, refs in media.items()}
+    return {"images": media["image"], "videos": media["video"], "audios": media["audio"]}
 
 
 def _channel(fields: Fields) -> str | None:
