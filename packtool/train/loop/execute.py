@@ -65,10 +65,7 @@ def execute(
     lock: DirectoryLock | None,
     uploads: HubUploads | None = None,
 ) -> TrainResult:
-    """Load the model, train it, and write ``result``, completed with the figures of training.
-
-    Only the first rank has a ``lock`` of the output directory, and ``uploads`` to the hub.
-    """
+    """Load and train the model, write the completed ``result``; only the first rank has ``lock`` and ``uploads``."""
     run = run.with_config(dataloader_num_workers=measure_workers(run, spec))
     with quiet_transformers():
         trainer, callback = _make_trainer(run, spec, progress, lock, uploads)
@@ -245,10 +242,7 @@ def _early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: i
 
 
 def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
-    """Report the samples that any rank skipped (``--on-bad-media skip``), and list them in a file; all ranks call this.
-
-    Returns their number; a sample that several epochs skipped counts several times.
-    """
+    """Report the samples that any rank skipped, list them in a file, and return their number; all ranks call this."""
     run = trainer.loader.run
     skipped_by_rank = all_gather_objects(trainer.skipped, run.world.size)
     skipped = [sample for rank_skipped in skipped_by_rank for _, sample in rank_skipped]

@@ -188,10 +188,7 @@ def _recompute_first(model: nn.Module, num_layers: int) -> None:
 
 
 def _set_requires_grad(model: nn.Module, towers: Towers, config: TrainConfig) -> None:
-    """Set ``requires_grad`` of every parameter, by the ``--freeze-...`` and ``--trainable-parameters`` options.
-
-    ``--trainable-parameters`` overrides freezing, except in unused modules.
-    """
+    """Set ``requires_grad`` by ``--freeze-...`` and ``--trainable-parameters``; the latter wins in used modules."""
     parameters = dict(model.named_parameters())
     _check_parameter_names(list(parameters), config)
     max_frozen_elements = int(sum(map(unsharded_numel, parameters.values())) * config.freeze_parameters_ratio)

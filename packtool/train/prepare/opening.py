@@ -172,10 +172,7 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
     if recipe is not None:
         check_sources(reader, recipe, files)
     target_choices = choices_of_targets(reader, files, config.loss_scale, recipe)
-    saved_plan = None
-    if config.plan is not None:
-        saved_plan = read_plan(config.plan)
-        check_plan(saved_plan, config, reader)
+    saved_plan = _fitting_plan(config, reader)
     inputs = _make_inputs(
         config,
         _training_options(config, reader, saved_plan),
@@ -189,6 +186,15 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
         notes=(*_web_media_warning(config, reader), *evaluation_notes),
     )
     return inputs.prepared() if preview_inputs is None else inputs.prepared_with(preview_inputs)
+
+
+def _fitting_plan(config: TrainConfig, reader: CacheReader) -> SavedPlan | None:
+    """Read the plan of ``--plan``, and raise unless it fits the run; None without the option."""
+    if config.plan is None:
+        return None
+    saved_plan = read_plan(config.plan)
+    check_plan(saved_plan, config, reader)
+    return saved_plan
 
 
 def _training_options(config: TrainConfig, reader: CacheReader, saved_plan: SavedPlan | None) -> PlanOptions:
