@@ -185,7 +185,7 @@ def left_out_of(samples: list[EncodedSample]) -> tuple[Dropped, ...]:
 def media_fields(media: Sequence[EncodedImage | EncodedVideo | EncodedAudio]) -> dict[str, Any]:
     """Return media, in order, as the fields ``images``, ``videos`` and ``audios`` of a sample."""
     if not media:  # the usual case
-        return {"images": ()}
+        return {"images": (), "videos": (), "audios": ()}
     types = {"images": EncodedImage, "videos": EncodedVideo, "audios": EncodedAudio}
     return {name: tuple([medium for medium in media if isinstance(medium, cls)]) for name, cls in types.items()}
 

@@ -288,7 +288,7 @@ def test_videos_and_pictures_of_a_row_give_the_logits_of_the_model(world_of: Cal
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", WITH_BOTH)
 def test_packed_rows_with_pictures_and_videos_equal_single_rows(world_of: Callable[[str], World], name: str) -> None:
-    """Clips, and frames per second of a row, included; and as branches of a shared prefix."""
+    """Clips, and frames per second of a row, included."""
     world = world_of(name)
     model = world.model()
     clip = MediaRef(None, VIDEOS[1], clip=(0.4, 1.6))
@@ -303,19 +303,35 @@ def test_packed_rows_with_pictures_and_videos_equal_single_rows(world_of: Callab
     pack = PackUnderTest(model, [*samples, *world.samples[:3]], world.spec, torch.float32)
     for check in (check_isolation(pack), check_logits(pack), check_gradients(pack)):
         assert check.error <= check.allowed, check
-    if name in WITHOUT_RATE:  # MiniCPM-V is recurrent
-        return
-    prefix = "<video> or <image> or "
-    ends = "<video> or <image>?", "<image> or <video>?", "<image> or <video>?"
-    media = [(1, 0, 2, 0), (1, 0, 2, 0), (1, 1, 2, 1)]  # two videos, two pictures
-    branches = [
-        dataclasses.replace(film(index, prefix + end, *numbers[:2]), images=pictures(*numbers[2:]))
-        for index, (end, numbers) in enumerate(zip(ends, media, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_BOTH if name not in WITHOUT_RATE])  # MiniCPM-V is recurrent
+@pytest.mark.parametrize(
+    ("questions", "videos", "images"),
+    [
+        (["<video> or <image> or <video> or <image>?"] * 2, [(1, 0), (1, 1)], [(2, 0), (2, 1)]),
+        (["<video> or <image> or <video> or <image>?", "<video> or <image> or <image>?"], [(1, 0), (1,)], [(2, 0)] * 2),
+        (["Which of these: <video> or <image>?"] * 2, [(0,), (1,)], [(2,)] * 2),  # apart before their first frames
+    ],
+)
+def test_rows_with_pictures_and_videos_share_a_prefix(
+    world_of: Callable[[str], World],
+    name: str,
+    questions: list[str],
+    videos: list[tuple[int, ...]],
+    images: list[tuple[int, ...]],
+) -> None:
+    world = world_of(name)
+    rows = [
+        dataclasses.replace(film(index, question, *films), images=pictures(*numbers))
+        for index, (question, films, numbers) in enumerate(zip(questions, videos, images, strict=True))
     ]
-    samples = [sample for samples in encode(world.directory, branches) for sample in samples]
+    samples = [sample for samples in encode(world.directory, rows) for sample in samples]
+    model = world.model()
+    set_attention(model)
     tree = PackUnderTest(model, samples, world.spec, torch.float32, min_shared=4)
     assert isinstance(tree.batch, TreeBatch)
-    assert len(tree.nodes) > len(samples)
+    assert len(tree.nodes) == len(samples) + 1
     for check in (check_isolation(tree), check_logits(tree), check_prefixes(tree), check_gradients(tree)):
         assert check.error <= check.allowed, check
 
