@@ -74,7 +74,7 @@ def test_every_type_of_transformers_is_compared(name: str) -> None:
 
 
 def test_the_documentation_says_which_types_are_compared() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan-and-simulate.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     assert f"- {len(TEXT_TYPES) + len(COUNTED_TYPES)} types of text models" in page
     assert all(f"`{name}`" in page for name in NOT_COMPARED)
 
