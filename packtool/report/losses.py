@@ -178,6 +178,12 @@ def encode_rows(losses: RunLosses, numbers: Int64Array, model: str | None) -> tu
     rows = losses.stream.select(["source", "row", "sample", "tokens", "target_tokens"]).take(numbers).to_pylist()
     numbers_by_key = dict(zip((tuple(row.values()) for row in rows), numbers.tolist(), strict=True))
     source = _open_files(losses.run, {name for name, *_ in numbers_by_key}, model)
+    samples = _encode_files(source, numbers_by_key)
+    return Decoder(source.files, source.encode_spec.recorded(), source.media_limits), samples
+
+
+def _encode_files(source: StreamedSource, numbers_by_key: dict[tuple[Any, ...], int]) -> dict[int, EncodedSample]:
+    """Encode the samples with these keys: file, row, number in the row, tokens, targets; return them by number."""
     encoder, samples = Encoder(source.encode_spec, source.files), dict[int, EncodedSample]()
     for spec in source.row_files:
         label = storage.masked(spec.path)
@@ -186,7 +192,7 @@ def encode_rows(losses: RunLosses, numbers: Int64Array, model: str | None) -> tu
             key = label, sample.row, number_in_row, sample.length, num_targets(sample)
             if key in numbers_by_key:
                 samples[numbers_by_key[key]] = sample
-    return Decoder(source.files, source.encode_spec.recorded(), source.media_limits), dict(sorted(samples.items()))
+    return dict(sorted(samples.items()))
 
 
 def _open_files(run: str, names: set[str], model: str | None) -> StreamedSource:
@@ -198,8 +204,7 @@ def _open_files(run: str, names: set[str], model: str | None) -> StreamedSource:
     config = train_config_of(options, "of another version")
     removed = {name for name in names if not storage.is_remote(name) and not storage.exists(name)}
     dataset = tuple(name for name in config.dataset if storage.normalize(name) not in removed)
-    source, *_ = open_stream(dataclasses.replace(config, dataset=dataset, model=model or config.model), World())
-    return source
+    return open_stream(dataclasses.replace(config, dataset=dataset, model=model or config.model), World())[0]
 
 
 def _encode_file(spec: SourceSpec, rows: set[int], encoder: Encoder) -> Iterator[tuple[int, EncodedSample]]:
