@@ -29,8 +29,9 @@ _STATE_CHUNK = 64  # positions per chunk of the gated delta rule
 _FORMULA_TYPES = frozenset(
     """
     cohere cohere2 cwm deepseek_v2 deepseek_v3 emu3_text_model ernie4_5 ernie4_5_moe exaone4 gemma gemma2 glm glm4
-    glm4_moe glm4_moe_lite gpt_oss granite granitemoe helium hunyuan_v1_dense llama minimax_m2 ministral ministral3
-    mistral mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open
+    glm4_moe glm4_moe_lite gpt_oss granite granitemoe helium hunyuan_v1_dense jetmoe llama minimax_m2 ministral
+    ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open
     """.split()  # noqa: SIM905
 )
 _OLD_NAMES = (
