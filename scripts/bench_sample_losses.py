@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Measure how well the losses of samples show wrong answers, and what keeping them costs.
 
-    python scripts/bench_sample_losses.py [--rows 2400] [--rounds 3] [--realdata DIR] [--real-rows 2000]
+    python scripts/bench_sample_losses.py [--rows 2400] [--rounds 3]
+    python scripts/bench_sample_losses.py --rows 0 --realdata DIR [--real-file text_gsm8k_test.jsonl] [--real-rows 8000]
 
 The answers of 2 % of the rows are swapped with those of other rows. Two epochs are trained, and the script prints the
-share of these rows among the 5 % of samples with the highest loss in each epoch: for the demo's rows with the demo's
-model, and with ``--realdata`` for real rows with a small random model (see ``_reduced_model.py``).
+share of these rows among the 5 % and 10 % of samples with the highest loss in each epoch: for the demo's rows with the
+demo's model, and with ``--realdata`` for real rows with a small model that copies from the context, as pretrained
+models do, and knows nothing else (see ``_copying_model.py``). It has seen none of the rows before.
 
 The cost is the CPU time of the steps with and without ``--sample-losses``, in runs that alternate over several rounds.
 """
@@ -36,11 +38,11 @@ from packtool.demo.model import make_model
 from packtool.progress import SilentProgress
 from packtool.train.prepare.sample_losses import losses_by_epoch
 from packtool.train.run import train
-from scripts._reduced_model import reduce_model
+from scripts._copying_model import make_copying_model
 
-SWAPPED, HIGHEST = 0.02, 0.05  # shares of the samples
-REAL_ROWS = "text_gpteacher_toolformer.jsonl"
-MAX_LENGTH = {"demo": 256, "real": 512}
+SWAPPED, HIGHEST = 0.02, (0.05, 0.1)  # shares of the samples
+REAL_FILE = "text_gpteacher_toolformer.jsonl"  # 7,673 rows
+LENGTH = {"demo": 256, "real": 1024}  # maximum length of samples, and length of packs
 OPTIONS: dict[str, Any] = {"train_type": "full", "freeze_vit": False, "freeze_aligner": False, "weight_decay": 0.0}
 OPTIONS |= {"learning_rate": 1e-3, "verify_packing": False, "logging_steps": 20, "num_train_epochs": 2.0}
 
@@ -68,10 +70,10 @@ def make_demo(work: Path, num_rows: int) -> tuple[Path, list[Row]]:
     return work / "data", json.loads(dataset.train.read_text())
 
 
-def make_real(work: Path, realdata: Path, num_rows: int) -> tuple[Path, list[Row]]:
-    """Make a small random model with a part of a real tokenizer, and draw real rows."""
-    reduce_model(realdata / "tokenizers" / "qwen3-vl", work / "model")
-    rows = [json.loads(line) for line in (realdata / REAL_ROWS).read_text().splitlines()]
+def make_real(work: Path, file: Path, num_rows: int) -> tuple[Path, list[Row]]:
+    """Make a small model that copies, with a part of a real tokenizer, and draw rows of a file."""
+    make_copying_model(file.parent / "tokenizers" / "qwen3-vl", work / "model")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     random.Random(0).shuffle(rows)
     (work / "data").mkdir()
     return work / "data", rows[:num_rows]
@@ -82,7 +84,7 @@ def train_swapped(name: str, work: Path, folder: Path, rows: list[Row]) -> None:
     swapped = swap_answers(rows)
     (folder / "swapped-answers.json").write_text(json.dumps(rows))
     source = str(folder / "swapped-answers.json")
-    limits = {"max_length": MAX_LENGTH[name], "dataset_num_proc": 2}
+    limits = {"max_length": LENGTH[name], "dataset_num_proc": 2}
     export(
         ExportConfig(model=str(work / "model"), dataset=(source,), output_dir=str(work / "cache"), **limits),
         SilentProgress(),
@@ -96,16 +98,16 @@ def train_swapped(name: str, work: Path, folder: Path, rows: list[Row]) -> None:
     print(f"{result.seconds:.0f} s, loss {result.first_loss:.2f} to {result.last_loss:.2f}")
     for epoch, losses_of_caches in losses_by_epoch(str(work / "output" / "history")).items():
         (losses,) = losses_of_caches.values()
-        highest = np.argsort(-losses.astype(np.float32), kind="stable")[: round(HIGHEST * len(losses))]
-        num_found = int(is_swapped[highest].sum())
+        is_found = is_swapped[np.argsort(-losses.astype(np.float32), kind="stable")]
+        shares = {highest: is_found[: round(highest * len(losses))].sum() / is_swapped.sum() for highest in HIGHEST}
+        text = ", ".join(f"{share:.0%} of them among the {highest:.0%} highest" for highest, share in shares.items())
         medians = f"{np.median(losses[is_swapped]):.2f} against {np.median(losses[~is_swapped]):.2f}"
-        share = num_found / is_swapped.sum()
-        print(f"  epoch {epoch + 1}: {share:.0%} of them among the {HIGHEST:.0%} highest; median loss {medians}")
+        print(f"  epoch {epoch + 1}: {text}; median loss {medians}")
 
 
 def config_of(name: str, work: Path, output_dir: Path, **options: Any) -> TrainConfig:
     """Return the settings of a run on a cache of ``train_swapped``."""
-    length = {"packing_length": MAX_LENGTH[name]}
+    length = {"packing_length": LENGTH[name]}
     paths = {"model": str(work / "model"), "cached_dataset": (str(work / "cache"),), "output_dir": str(output_dir)}
     return TrainConfig(**OPTIONS | paths | length | options)
 
@@ -141,14 +143,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2400, help="demo rows; 0 for none")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement of the cost; 0 for none")
-    parser.add_argument("--realdata", type=Path, help=f"folder with {REAL_ROWS} and tokenizers/qwen3-vl")
-    parser.add_argument("--real-rows", type=int, default=2000)
+    parser.add_argument("--realdata", type=Path, help="folder with real rows, and tokenizers/qwen3-vl")
+    parser.add_argument("--real-file", default=REAL_FILE, help="file with rows in that folder")
+    parser.add_argument("--real-rows", type=int, default=8000, help="at most so many rows are drawn from the file")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if options.realdata is not None:
             work = Path(folder) / "real"
             work.mkdir()
-            train_swapped("real", work, *make_real(work, options.realdata, options.real_rows))
+            train_swapped("real", work, *make_real(work, options.realdata / options.real_file, options.real_rows))
         if options.rows:
             work = Path(folder) / "demo"
             work.mkdir()
