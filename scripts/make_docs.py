@@ -187,7 +187,7 @@ def _model_cells(family: Family) -> list[str]:
         " ".join(f"`{name}`" for name in family.model_types) or "others",
         "by its processor" if family.encoding is ProcessorFamily else export,
         f"refused: {family.refused}" if family.refused else "yes",
-        "" if family.refused or family.whole_pictures else "yes",
+        "" if family.refused or family.unshared else "yes",
         *("yes" if kind in family.kinds else "" for kind in ("video", "audio")),
         boxes,
     ]

@@ -97,6 +97,9 @@ class _TowerHooks:
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
+        pixels = kwargs.get("pixel_values")
+        if pixels is not None and pixels.dtype == torch.bfloat16:  # as from the processor of Llama 4
+            kwargs["pixel_values"] = pixels.to(module.dtype)  # its tower takes no other type than that of its weights
         needs_hook = any(kwargs.get(name) is not None for name in VIDEO_INPUTS)
         if not towers or not (self.is_enabled or needs_hook):
             return args, kwargs

@@ -43,6 +43,7 @@ Only the reference builds this mask. Shapes use T packed tokens, S documents, Hq
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,8 @@ class Varlen:
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Varlen:
         """Documents of these lengths, end to end."""
-        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        # Created on the host: creating it on the device would wait for all kernels.
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device=device, non_blocking=True)
         return cls(cu_seqlens, max(lengths, default=0), tuple(lengths))
 
     def host_lengths(self) -> tuple[int, ...]:
@@ -123,10 +125,43 @@ class Varlen:
             if start < stop:
                 yield slice(start, stop)
 
+    def positions(self, num_tokens: int) -> Tensor:
+        """Return the position of each of the T queries among the keys of its document, int64 (T,)."""
+        # A document's last query is its last key.
+        ends, key_ends = self.cu_seqlens.long(), self.key_boundaries.cu_seqlens.long()
+        shifts = (key_ends.diff() - ends[1:]).repeat_interleave(ends.diff(), output_size=num_tokens)
+        return torch.arange(num_tokens, device=ends.device) + shifts
+
+    def cut(self, chunk_size: int) -> tuple[Varlen, Tensor | None]:
+        """Cut documents into chunks of keys, counted from the document's first key, so that queries see only their own.
+
+        Return the boundaries of the chunks with queries, and the indexes of their keys, int64 (T'',); None for all.
+        """
+        key_lengths = self.key_boundaries.host_lengths()
+        if max(key_lengths, default=0) <= chunk_size:
+            return self, None
+        query_counts, key_counts, keys = [], [], []  # of each chunk; indexes of the keys of each document
+        end = 0
+        for length, num_keys in zip(self.host_lengths(), key_lengths, strict=True):
+            first_query = num_keys - length
+            first_key = first_query // chunk_size * chunk_size if length else num_keys
+            for start in range(first_key, num_keys, chunk_size):
+                stop = min(start + chunk_size, num_keys)
+                query_counts.append(stop - max(start, first_query))
+                key_counts.append(stop - start)
+            keys.append(torch.arange(end + first_key, end + num_keys))
+            end += num_keys
+        device = self.cu_seqlens.device
+        cut = Varlen.of_lengths(query_counts, device)
+        if self.keys is None:
+            return cut, None
+        cut = dataclasses.replace(cut, keys=Varlen.of_lengths(key_counts, device))
+        return cut, torch.cat(keys).to(device=device, non_blocking=True)
+
 
 _QUERY_NAMES = "cu_seq_lens_q", "max_length_q", "document_lengths"
 _KEY_NAMES = "cu_seq_lens_k", "max_length_k", "key_lengths", "key_index", "document_parents"
-_BOUNDARY_NAMES = frozenset((*_QUERY_NAMES, *_KEY_NAMES, "sequence_shard", "whole_pictures"))
+_BOUNDARY_NAMES = frozenset((*_QUERY_NAMES, *_KEY_NAMES, "sequence_shard", "whole_pictures", "cross_pictures"))
 _HIDDEN_NAME = "packtool_boundaries"
 
 

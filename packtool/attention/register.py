@@ -29,7 +29,7 @@ from packtool.attention.recurrent import (
     restore_recurrent_layers,
     set_recurrent_ranks,
 )
-from packtool.batch.batch import PictureKeys, WholePictures
+from packtool.batch.batch import CrossPictures, PictureKeys, WholePictures
 from packtool.errors import ConfigError, UnsupportedModelError
 
 ATTENTION_NAME = "packtool"
@@ -149,6 +149,9 @@ def packed_attention(
         (1, T, Hq, D) and None for the weights, which are never built.
     """
     kwargs = reveal_boundaries(kwargs)  # which compiled layers hide
+    config = getattr(module, "config", None)
+    if getattr(module, "layer_idx", None) in (getattr(config, "cross_attention_layers", None) or ()):
+        return _attend_across(module, query, key, value, kwargs, scaling, dropout).unsqueeze(0), None
     refuse_leaks(module, query, attention_mask, kwargs, kwargs.get("parallel"))
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries != num_keys:
@@ -156,9 +159,32 @@ def packed_attention(
         raise LeakError(f"{type(module).__name__} sees {counts}: a key-value cache is on")
     window = _supported_window(module, kwargs)
     q, k, v = _to_kernel_layout(query, key, value)
-    attend = _attend_documents if kwargs.get("sequence_shard") is None else _attend_shard
-    out = attend(q, k, v, kwargs, scaling, window, dropout)
-    return out.unsqueeze(0), None
+    if kwargs.get("sequence_shard") is not None:  # refuse_unshareable_sequences has refused chunks and temperatures
+        return _attend_shard(q, k, v, kwargs, scaling, window, dropout).unsqueeze(0), None
+    kwargs["chunk_size"] = _chunk_size(module)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        q = _with_document_temperature(module, q, _boundaries(kwargs))
+    return _attend_documents(q, k, v, kwargs, scaling, window, dropout).unsqueeze(0), None
+
+
+def _attend_across(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Return the output (T, Hq, D) of a layer that attends to features of pictures; 0 for samples without pictures."""
+    pictures: CrossPictures | None = kwargs.get("cross_pictures")
+    if pictures is None:
+        raise LeakError(f"{type(module).__name__} was not told which pictures belong to which sample (cross_pictures)")
+    q, k, v = _to_kernel_layout(query, key, value)
+    kernel = kwargs.get("kernel") or _chosen_kernel(kwargs.get("impl", AUTO), q, v, needs_dropout=dropout > 0)
+    picture_keys = pictures.keys(q.device)
+    picture_out = _attend_pictures(q, k, v, picture_keys, partial(kernel.attend, scale=scaling, dropout=dropout))
+    return torch.zeros_like(q).index_copy(0, picture_keys.queries, picture_out)
 
 
 def _attend_shard(
@@ -184,9 +210,12 @@ def _attend_documents(
     q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
     """Return the output (T, Hq, D) of a layer's call with document boundaries, perhaps with shared prefixes."""
-    varlen = _boundaries(kwargs)
-    if varlen.keys is not None:  # each document's keys are those of its shared prefixes, then its own
-        k, v = GatherTokens.apply(kwargs["key_index"], k, v)
+    varlen, key_index = _boundaries(kwargs), kwargs.get("key_index")
+    if chunk_size := kwargs["chunk_size"]:
+        varlen, keys_of_chunks = varlen.cut(chunk_size)
+        key_index = key_index if keys_of_chunks is None else kwargs["key_index"][keys_of_chunks]
+    if key_index is not None:  # each document's keys are those of its shared prefixes, then its own
+        k, v = GatherTokens.apply(key_index, k, v)
     kernel = kwargs.get("kernel") or _chosen_kernel(kwargs.get("impl", AUTO), q, v, needs_dropout=dropout > 0)
     attend = partial(kernel.attend, scale=scaling, window=window, dropout=dropout)
     causal_out = attend(q, k, v, varlen)
@@ -197,6 +226,31 @@ def _attend_documents(
     picture_keys = pictures.keys(window, q.device)
     picture_out = _attend_pictures(q, k, v, picture_keys, attend)
     return causal_out.index_copy(0, picture_keys.queries, picture_out)
+
+
+def _chunk_size(module: Any) -> int | None:
+    """Return the size of the chunks of a document that a layer attends within (Llama 4); None if it has none."""
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None) or ()
+    index = getattr(module, "layer_idx", None)
+    is_chunked = index is not None and "chunked_attention" in layer_types[index : index + 1]
+    return config.attention_chunk_size if is_chunked else None
+
+
+def _with_document_temperature(module: Any, q: Tensor, varlen: Varlen) -> Tensor:
+    """Return the queries (T, Hq, D) of a layer without rotary positions of Llama 4, scaled by positions in documents.
+
+    The layer has scaled them by their positions in the sequence, not by ``position_ids`` [modeling_llama4 of 5.23].
+    """
+    if len(q) < module.floor_scale:
+        return q  # all factors are 1
+
+    def factors(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    positions = varlen.positions(len(q))
+    ratios = factors(positions) / factors(torch.arange(len(q), device=positions.device))
+    return (q * ratios.to(q.device)[:, None, None]).to(q.dtype)
 
 
 def _chosen_kernel(impl: str, q: Tensor, v: Tensor, *, needs_dropout: bool) -> Kernel:
@@ -213,7 +267,7 @@ def _boundaries(kwargs: dict[str, Any]) -> Varlen:
 
 
 def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend: Callable[..., Tensor]) -> Tensor:
-    """Return the output (N, Hq, D) of tokens of pictures, which see all keys up to the end of their picture."""
+    """Return the output (N, Hq, D) of some tokens, which see other keys than those before them."""
     key_boundaries = Varlen(keys.cu_seqlens_k, max(keys.key_lengths), keys.key_lengths)
     pictures = Varlen(keys.cu_seqlens, max(keys.lengths), keys.lengths, causal=False, keys=key_boundaries)
     k, v = GatherTokens.apply(keys.keys, k, v)

@@ -28,13 +28,12 @@ _TRIAL_NAME = "packtool_trial"
 _TRIAL_LENGTHS = (4, 2)
 _REMEDY = "Train it with --packing false, or another model."
 
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layer types whose only mixing along the sequence is attention that ``packed_attention`` computes."""
 
 _REASONS = {
     RECURRENT_LAYER: "carry a state along the sequence (Mamba, a gated delta net or another linear attention)",
     "conv": "convolve along the sequence",
-    "chunked_attention": "attend within chunks that are counted from the sequence's beginning",
     "hybrid": "carry a state along the sequence beside their attention",
     "hybrid_sliding": "carry a state along the sequence beside their attention",
     "indexed_attention": "choose keys from the whole sequence",
@@ -125,7 +124,10 @@ def _refuse_leaks_in_trial(config: PreTrainedConfig, model_class: Any) -> None:
             problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
             raise UnsupportedModelError(problem, _REMEDY) from error
         return  # an operation that the meta device lacks shows nothing about leaks
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    text_config = config.get_text_config()
+    # A forward pass without pictures skips these layers; with pictures, ``packed_attention`` requires boundaries.
+    num_skipped = len(getattr(text_config, "cross_attention_layers", None) or ())
+    num_layers = getattr(text_config, "num_hidden_layers", 0) - num_skipped
     if num_separated < num_layers:
         raise UnsupportedModelError(
             f"only {num_separated} of the {num_layers} layers of {model_class.__name__} take their "

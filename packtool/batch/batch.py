@@ -7,9 +7,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,7 +52,8 @@ class Batch(Movable):
         position_ids: (4, B, T) as [text, t, h, w] for M-RoPE models, else (B, T); int64, or float32 for fractions.
         media: inputs of the towers, by the name of the model's argument, in the order of their placeholder tokens:
             ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``,
-            ``input_features`` and ``feature_attention_mask``; and ``Family.token_types``, int64 (B, T).
+            ``input_features`` and ``feature_attention_mask``; ``Family.token_types``, int64 (B, T); and
+            ``cross_attention_mask``, uint8 (B, T, pictures, tiles), the tiles that each token sees.
         towers: for each tower that runs, inputs that it would otherwise compute on the device.
         target_positions: int64 (N,), positions of the N labels other than -100 in the flattened micro-batch, ascending.
         loss_weights: float32 (B, T), of each label, shifted like them, or None if all weigh 1.
@@ -133,6 +136,55 @@ class PictureKeys(NamedTuple):
     cu_seqlens_k: Tensor
 
 
+def _picture_keys(queries: Sequence[Tensor], keys: Sequence[Tensor], device: torch.device) -> PictureKeys:
+    """Return the queries and keys of attention, given their indexes for each document of it, int64 (n,) each."""
+    lengths, key_lengths = tuple(map(len, queries)), tuple(map(len, keys))
+    # Created on the host: creating them on the device would wait for all kernels.
+    to_device = partial(Tensor.to, device=device, non_blocking=True)
+    return PictureKeys(
+        lengths,
+        key_lengths,
+        queries=to_device(torch.cat(list(queries))),
+        keys=to_device(torch.cat(list(keys))),
+        cu_seqlens=to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)),
+        cu_seqlens_k=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32)),
+    )
+
+
+class CrossPictures:
+    """Pictures that the tokens of their sample attend to by cross-attention (Llama 3.2 Vision).
+
+    As in transformers, a token that no picture precedes attends to all tiles of its sample, also to those of padding.
+
+    Args:
+        masks: of each document, uint8 (L, pictures, tiles): the tiles that its tokens see.
+        positions_per_tile: number of features of a tile.
+    """
+
+    def __init__(self, masks: Sequence[npt.NDArray[np.uint8]], positions_per_tile: int) -> None:
+        self._positions_per_tile = positions_per_tile
+        self._runs: list[tuple[range, npt.NDArray[np.int64]]] = []  # tokens that see the same tiles, and these
+        self._keys: dict[torch.device, PictureKeys] = {}
+        first_token = first_tile = 0
+        for mask in masks:
+            rows = mask.reshape(len(mask), mask.shape[1] * mask.shape[2])
+            changes = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1)) + 1
+            for start, stop in pairwise([0, *changes.tolist(), len(rows)] if rows.shape[1] else []):
+                tiles = np.flatnonzero(rows[start] if rows[start].any() else rows[start] == 0)
+                self._runs.append((range(first_token + start, first_token + stop), first_tile + tiles))
+            first_token += len(rows)
+            first_tile += rows.shape[1]
+
+    def keys(self, device: torch.device) -> PictureKeys:
+        """Return queries and keys, one document for each run of tokens that see the same tiles; computed once."""
+        if device not in self._keys:
+            size = self._positions_per_tile
+            queries = [torch.arange(tokens.start, tokens.stop) for tokens, _ in self._runs]
+            keys = [(torch.from_numpy(tiles)[:, None] * size + torch.arange(size)).flatten() for _, tiles in self._runs]
+            self._keys[device] = _picture_keys(queries, keys, device)
+        return self._keys[device]
+
+
 class WholePictures:
     """Pictures of a packed sequence whose tokens see each other in both directions.
 
@@ -179,17 +231,7 @@ class WholePictures:
     def _compute_keys(self, window: int | None, device: torch.device) -> PictureKeys:
         queries = [torch.arange(start, stop) for start, stop in self._spans]
         keys = [self._seen_keys(start, stop, window) for start, stop in self._spans]
-        lengths, key_lengths = tuple(map(len, queries)), tuple(map(len, keys))
-        # Created on the host: creating them on the device would wait for all kernels.
-        to_device = partial(Tensor.to, device=device, non_blocking=True)
-        return PictureKeys(
-            lengths,
-            key_lengths,
-            queries=to_device(torch.cat(queries)),
-            keys=to_device(torch.cat(keys)),
-            cu_seqlens=to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)),
-            cu_seqlens_k=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32)),
-        )
+        return _picture_keys(queries, keys, device)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -199,12 +241,13 @@ class PackedBatch(Batch):
     Args:
         cu_seqlens: int32 (S + 1,), starts of the S documents and T at the end.
         lengths: the S lengths on the host.
-        pictures: pictures whose tokens see each other in both directions; None if there are none.
+        pictures: pictures whose tokens see each other in both directions, or that tokens attend to by cross-attention;
+            None if there are none.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
-    pictures: WholePictures | None = None
+    pictures: WholePictures | CrossPictures | None = None
 
     @property
     def index(self) -> Tensor:
@@ -224,6 +267,10 @@ class PackedBatch(Batch):
         boundaries = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seqlens)
         longest = dict.fromkeys(("max_length_q", "max_length_k"), max(self.lengths))
         inputs = super().model_inputs() | boundaries | longest | {"document_lengths": self.lengths}
+        if isinstance(self.pictures, CrossPictures):
+            # The model only needs to know which tokens see pictures: a mask of all features would need gigabytes.
+            mask = inputs["cross_attention_mask"].flatten(2).amax(-1)[..., None, None]  # (1, T, 1, 1)
+            return inputs | {"cross_pictures": self.pictures, "cross_attention_mask": mask}
         return inputs if self.pictures is None else inputs | {"whole_pictures": self.pictures}
 
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import PackedBatch, PaddedBatch, TreeBatch, WholePictures, target_positions
+from packtool.batch.batch import CrossPictures, PackedBatch, PaddedBatch, TreeBatch, WholePictures, target_positions
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, TOKEN_TYPES, sample_positions
@@ -40,7 +40,7 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.constants import IGNORE_INDEX, MIN_SHARED
 from packtool.encode.encoded import EncodedImage, EncodedSample
-from packtool.errors import DataError
+from packtool.errors import ConfigError, DataError
 from packtool.rows.sample import MediaKind
 
 
@@ -62,6 +62,7 @@ def collate_packs(
     documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
     input_ids, labels, weights = joined_tokens(documents, spec)
     lengths = tuple(document.length for document in documents)
+    cross_pictures = add_cross_mask(documents, media, spec) if spec.family.cross_attention and media else None
     return PackedBatch(
         **batch_fields(input_ids, labels, weights, media, spec),
         position_ids=joined_positions([sample_positions(document, spec) for document in documents], spec),
@@ -70,8 +71,35 @@ def collate_packs(
         num_padding=num_padding,
         cu_seqlens=_cu_seqlens(lengths),
         lengths=lengths,
-        pictures=find_pictures(input_ids, spec, lengths),
+        pictures=cross_pictures or find_pictures(input_ids, spec, lengths),
     )
+
+
+def add_cross_mask(documents: Sequence[EncodedSample], media: dict[str, Tensor], spec: InputSpec) -> CrossPictures:
+    """Return the pictures that tokens attend to by cross-attention; add them to ``media`` as a mask (1, T, N, tiles).
+
+    ``media`` must have the aspect_ratio_mask of the N pictures, (N, 1, tiles).
+    """
+    from transformers.models.mllama import processing_mllama as processing
+
+    tile_counts = media["aspect_ratio_mask"].sum(-1).flatten().tolist()  # of each picture, without padding
+    max_tiles = media["aspect_ratio_mask"].shape[-1]
+    mask = np.zeros((sum(document.length for document in documents), len(tile_counts), max_tiles), np.uint8)
+    masks = []
+    token = picture = 0
+    for document in documents:
+        spans = processing.get_cross_attention_token_mask(document.input_ids.tolist(), spec.pad_ids["image"])
+        ends = token + document.length, picture + len(spans)
+        own_mask = mask[token : ends[0], picture : ends[1]]
+        own_counts = tile_counts[picture : ends[1]]
+        own_mask[:] = processing.convert_sparse_cross_attention_mask_to_dense(
+            [spans], [own_counts], max_num_tiles=max_tiles, length=document.length
+        )[0]
+        masks.append(own_mask)
+        token, picture = ends
+    media["cross_attention_mask"] = torch.from_numpy(mask).unsqueeze(0)
+    vision = spec.config.vision_config
+    return CrossPictures(masks, (vision.image_size // vision.patch_size) ** 2 + 1)
 
 
 def find_pictures(
@@ -106,6 +134,9 @@ def collate_padded(
         samples: if empty, the micro-batch has only filler rows, with zero loss.
         towers: towers that must run, even if no sample has media for them; None for all of the model's.
     """
+    if spec.family.cross_attention:
+        problem = f"--packing false: text of a {spec.config.model_type} model would attend to pictures that pad its row"
+        raise ConfigError(problem, "Leave --packing false out.")
     check_placeholders(samples, spec)
     documents, media, _ = _load_with_fillers(samples, spec, towers)  # each document becomes a row
     input_ids = _padded_rows([document.input_ids for document in documents], PAD_ID, np.int64)
@@ -338,7 +369,7 @@ def collate_tree(
     Return a ``TreeBatch``; or if nothing is shared, the result of ``collate_packs``.
     """
     check_placeholders(samples, spec)
-    nodes = find_tree(samples, spec, min_shared=min_shared)
+    nodes = [] if spec.family.cross_attention else find_tree(samples, spec, min_shared=min_shared)
     if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, pad_to_multiple_of=pad_to_multiple_of)
     node_documents = slice_nodes(samples, nodes, spec)

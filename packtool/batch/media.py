@@ -501,9 +501,10 @@ def skip_pixel_copies(image_processor: Any) -> None:
             return torch.from_numpy(np.array(image)).permute(2, 0, 1)
         return process_original(image, *args, **settings)
 
-    def resize(*args: Any, **settings: Any) -> Tensor:
+    def resize(*args: Any, **settings: Any) -> Any:
+        resized = resize_original(*args, **settings)  # of Mllama, a picture and its tiles' arrangement
         # The steps after resizing are faster on (3, H, W).
-        return resize_original(*args, **settings).contiguous()
+        return resized.contiguous() if isinstance(resized, Tensor) else resized
 
     image_processor.process_image, image_processor.resize = process_image, resize
 

@@ -188,8 +188,11 @@ def _parameter_order(module: ModuleCost) -> tuple[int, int]:
 
 def has_formulas(config: Mapping[str, Any]) -> bool:
     """Return whether formulas describe the language model of a ``config.json``; one without a type is as Llama."""
-    model_type = str(text_config_of(config).get("model_type", "llama"))
-    return model_type in _FORMULA_TYPES or family_of({"model_type": model_type.removesuffix("_text")}) in FAMILIES
+    text = text_config_of(config)
+    model_type = str(text.get("model_type", "llama"))
+    is_llama4 = "intermediate_size_mlp" in text  # whose experts compute every token
+    is_of_family = family_of({"model_type": model_type.removesuffix("_text")}) in FAMILIES and not is_llama4
+    return model_type in _FORMULA_TYPES or is_of_family
 
 
 def _language_modules(config: Mapping[str, Any], prefix: str) -> LanguageModules:

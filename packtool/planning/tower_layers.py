@@ -16,7 +16,7 @@ _PIXTRAL = "pixtral"
 _GATED_TOWERS = (_PIXTRAL, "gemma4_vision")  # that do not say so by ``hidden_act``
 _LEGACY_PICTURE_TOKENS = 1024  # assumed for caches that lack the sizes of pictures
 _PADDED_FRAME_TOKENS = 70  # of a frame of Gemma 4, by default; caches lack the sizes of frames
-_CLASS_TOKEN_TOWERS = ("clip_vision_model", "internvl_vision")  # an additional position in each tile
+_CLASS_TOKEN_TOWERS = ("clip_vision_model", "internvl_vision", "llama4_vision_model")  # one more position per tile
 _GLM4V_TOWERS = ("glm4v_vision", "glm4v_moe_vision")  # MLPs of ``out_hidden_size``; the merger's are as configured
 _MERGE_SETTINGS = (
     *("spatial_merge_size", "merge_kernel_size", "pooling_kernel_size"),
@@ -28,7 +28,7 @@ _QWEN3_CHUNK_WIDTHS = (50, 25, 13)
 
 def _depth(vision: Mapping[str, Any]) -> int:
     """Return the number of layers of a tower; 0 if it is unknown."""
-    return first_setting(vision, "depth", "num_hidden_layers")
+    return first_setting(vision, "depth", "num_hidden_layers") + int(vision.get("num_global_layers") or 0)
 
 
 def _tower_width(vision: Mapping[str, Any]) -> int:
@@ -215,6 +215,9 @@ def _projector_widths(config: Mapping[str, Any], text_hidden: int) -> dict[str, 
         # A gated projector: before the gate, and after it.
         "aligned": aligned_width,
         "gated": aligned_width // 2,
+        # Llama 4 and 3.2: in the adapter of its tower, and the output of the tower.
+        "adapted": int(vision.get("projector_output_dim") or 0),
+        "output": int(vision.get("vision_output_dim") or 0),
         # Ovis: probabilities of visual words, without and with the words that mark images.
         "words": vocabulary - int(vision.get("num_visual_indicator_tokens") or 5),
         "vocabulary": vocabulary,
@@ -277,6 +280,16 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     if not _tower_width(vision):
         return VisionPatches()
     family = family_of(config)
+    if family.cross_attention:  # positions attend to those of all tiles of a picture; each is projected
+        tiles = _patches_of_tiles(vision, 1, 0)
+        num_positions = -(-(tiles.num_patches + 1) // 8) * 8  # with padding to a multiple of 8
+        max_tiles = int(vision.get("max_num_tiles") or 1)
+        return tiles._replace(
+            num_positions=num_positions,
+            num_tokens=tiles.num_patches + 1,
+            positions_per_window=max_tiles * num_positions,
+            squares_per_token=float(max_tiles * tiles.tile_squares),
+        )
     has_grids = not {"image_grid_thw", "target_sizes", "image_position_ids"}.isdisjoint(family.processor_inputs)
     has_grids |= bool(family.visual_inputs or vision.get("spatial_merge_size"))
     if has_grids or vision.get("model_type") == _PIXTRAL:

@@ -61,14 +61,13 @@ def test_full_size_models_pass(config_class: Any, monkeypatch: pytest.MonkeyPatc
     """Without the trial, which takes half a second each."""
     monkeypatch.setattr("packtool.attention.support._refuse_leaks_in_trial", lambda *args: None)
     refuse_unsupported(config_class())
-    for hybrid in (Qwen3NextConfig(), Qwen3_5Config()):
-        refuse_unsupported(hybrid)
+    for other in (Qwen3NextConfig(), Qwen3_5Config(), Llama4TextConfig()):
+        refuse_unsupported(other)
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Llama4TextConfig(), "chunked_attention layers attend within chunks"),
         (JambaConfig(), "carry a state along the sequence|recurrent"),
         (Lfm2Config(), "conv layers convolve along the sequence|conv_L_cache"),
         (Mamba2Config(), "recurrent|attention interface|carry a state"),

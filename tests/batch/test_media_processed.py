@@ -26,12 +26,13 @@ from transformers import Gemma2Config, Qwen2VLImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
 from packtool.attention.features import install_tower_hooks
+from packtool.attention.kernel import LeakError
 from packtool.attention.parallel.axes import Axes, refuse_unshareable_sequences
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import PackedBatch, TreeBatch
-from packtool.batch.collate import collate_packs, collate_padded
+from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.media import large_processed, load_media, load_processed, skip_pixel_copies
 from packtool.batch.media_cache import MediaReads
@@ -49,16 +50,18 @@ from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 from packtool.train.loop.media_times import _measure_loading
+from packtool.train.loop.step_loader import required_towers
 from packtool.train.model.trace import trace_pass, traced_batch
 from packtool.train.model.trainable import make_trainable, tower_prefixes
 from packtool.train.prepare.figures import RankTokens
+from packtool.train.prepare.shared_prefixes import conflicts_of_sharing
 from packtool.train.verify.checks import (
     PackUnderTest,
     check_gradients,
     check_isolation,
     check_logits,
     check_prefixes,
-    without_boundaries,
+    collate_alone,
 )
 from tests.attention.parallel.shared_model import Found, Setting, check_setting, forward_alone
 from tests.encode.other_families import model_of, tokens_of
@@ -84,6 +87,10 @@ OWN_PADS = [name for family in FAMILIES if family.video_outputs for name in fami
 TRAINED += ["pixtral"]  # LLaVA with another tower and processor
 WHOLE = [name for family in FAMILIES if family.whole_pictures for name in family.model_types]
 """That see pictures as wholes."""
+ACROSS = [name for family in FAMILIES if family.cross_attention for name in family.model_types]
+"""Whose text attends to pictures by cross-attention."""
+UNSHARED = {name: family.unshared for family in FAMILIES if family.unshared for name in family.model_types}
+"""Whose sequences are not shared, and why."""
 TINY = [*itertools.product(range(1, 5), repeat=2), (1, 31), (3, 31), (31, 1), (31, 3), (1, 190), (3, 190), (190, 1)]
 """(height, width) of pictures of few pixels."""
 PICTURES: list[bytes] = []
@@ -110,6 +117,8 @@ class World:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.08)
+            elif parameter.numel() == 1:  # gates, which begin closed
+                torch.nn.init.constant_(parameter, 0.5)
         return model
 
 
@@ -281,7 +290,7 @@ def test_videos_and_pictures_of_a_row_give_the_logits_of_the_model(world_of: Cal
         with torch.no_grad():
             expected = model(**{key: value for key, value in inputs.items() if key not in unused}).logits[0]
             install_tower_hooks(model)
-            alone = model(**without_boundaries(collate_packs([sample], world.spec)).model_inputs()).logits[0]
+            alone = model(**collate_alone(sample, world.spec).model_inputs()).logits[0]
         torch.testing.assert_close(alone, expected, rtol=0, atol=2e-5)
 
 
@@ -446,7 +455,7 @@ def test_a_video_that_has_changed_is_named(world_of: Callable[[str], World], nam
         load_media([dataclasses.replace(sample, videos=(other,))], world.spec)
 
 
-@pytest.mark.parametrize("name", ["idefics3", "kimi_k25", "gemma3", "gemma4"])
+@pytest.mark.parametrize("name", ["idefics3", "kimi_k25", "gemma3", "gemma4", "llama4", "mllama"])
 def test_trace_with_blank_images_equals_the_forward_pass(world_of: Callable[[str], World], name: str) -> None:
     """Masks of pixels, and grids: a model reads their numbers on its way."""
     if name == "kimi_k25" and not traces_float32_experts():
@@ -463,7 +472,7 @@ def test_trace_with_blank_images_equals_the_forward_pass(world_of: Callable[[str
         large_processed(spec, 1, 0)
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith("minicpm")])  # recurrent
+@pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith("minicpm") and name not in ACROSS])
 def test_questions_about_one_image_share_a_prefix(world_of: Callable[[str], World], name: str) -> None:
     """It is looked at once, and every row has its own logits, and its part of the gradients."""
     world = world_of(name)
@@ -499,7 +508,7 @@ def test_every_trained_parameter_has_a_gradient(world_of: Callable[[str], World]
 
 def test_two_ranks_share_a_sequence(world_of: Callable[[str], World], tmp_path: Path) -> None:
     """Logits, loss and every gradient as on one rank, though each picture is looked at by one of them."""
-    families = [name for name in TRAINED if name not in WHOLE]
+    families = [name for name in TRAINED if name not in UNSHARED]
     worlds = [world for name in families if (world := world_of(name)).spec.family.processor_inputs or name == "glm4v"]
     settings: dict[str, Setting] = {}
     for world in worlds:
@@ -606,9 +615,55 @@ def test_small_gemma_4_models_are_causal(world_of: Callable[[str], World]) -> No
         assert check.error <= check.allowed, check
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_sequences_with_whole_pictures_are_not_shared(world_of: Callable[[str], World], name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"--sequence-parallel-size: .* {name} .* both directions"):
+@pytest.mark.parametrize("name", ACROSS)
+def test_tokens_see_the_pictures_that_the_processor_says(world_of: Callable[[str], World], name: str) -> None:
+    """Alone as by the processor's mask; and other samples' pictures have no effect, nor a place in the softmax."""
+    world = world_of(name)
+    rows = [*rows_for(name), row(5, "<image><image>Both?", 1, 0), row(6, "<image>? <image><image>?", 0, 1, 2)]
+    samples = [sample for samples in encode(world.directory, rows) for sample in samples]
+    model = world.model()
+    expected = []
+    for each, sample in zip(rows, samples, strict=True):
+        inputs = {key: torch.as_tensor(value) for key, value in tokens_of(world.processor, each).items()}
+        del inputs["attention_mask"]
+        with torch.no_grad():
+            expected.append(model(**inputs).logits[0])
+        batch = collate_packs([sample], world.spec, frozenset())
+        mask = inputs.get("cross_attention_mask")
+        assert (mask is None) == (batch.pictures is None) == (not each.images)
+        assert mask is None or torch.equal(batch.media["cross_attention_mask"].long(), mask)
+    set_attention(model)
+    batch = collate_packs(samples, world.spec)
+    with torch.no_grad():
+        packed = torch.split(model(**batch.model_inputs()).logits[0], batch.lengths)
+    for logits, alone in zip(packed, expected, strict=True):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=2e-5)
+    pack = PackUnderTest(model, samples, world.spec, torch.float32)
+    for check in (check_isolation(pack), check_logits(pack), check_gradients(pack)):
+        assert check.error <= check.allowed, check
+    hidden = batch.model_inputs()
+    del hidden["cross_pictures"]
+    with pytest.raises(LeakError, match="was not told which pictures belong to which sample"):
+        model(**hidden)
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_options_that_would_mix_pictures_are_refused(world_of: Callable[[str], World], name: str) -> None:
+    world = world_of(name)
+    with pytest.raises(ConfigError, match=f"--packing false: text of a {name} model"):
+        collate_padded(world.samples, world.spec)
+    twice = collate_tree([world.samples[0]] * 2, world.spec, min_shared=4)
+    assert not isinstance(twice, TreeBatch)
+    config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", share_prefix="true", freeze_vit=True)
+    with pytest.raises(UnsupportedModelError, match="--share-prefix true cannot be combined with a model with cross"):
+        conflicts_of_sharing(config, world.spec.config.to_dict())
+    assert required_towers(world.spec, config) == {"vision"}
+
+
+@pytest.mark.parametrize("name", UNSHARED)
+def test_sequences_that_ranks_cannot_share_are_refused(world_of: Callable[[str], World], name: str) -> None:
+    reason = f"--sequence-parallel-size: in a {name} model, {UNSHARED[name]}"
+    with pytest.raises(UnsupportedModelError, match=reason):
         refuse_unshareable_sequences(world_of(name).spec.config.to_dict(), 2)
 
 

@@ -131,6 +131,20 @@ def _gemma4(tokenizer: Tokenizer) -> Any:
     return t.Gemma4Processor(t.Gemma4AudioFeatureExtractor(), images, tokenizer(**names), videos)
 
 
+def _mllama(tokenizer: Tokenizer) -> Any:
+    images = t.MllamaImageProcessor(size={"height": 56, "width": 56}, max_image_tiles=4)
+    marked = tokenizer(image_token="<|image|>")
+    marked.bos_token = "<|im_start|>"  # in every row, so that the processor adds none
+    return t.MllamaProcessor(images, marked)
+
+
+def _llama4(tokenizer: Tokenizer) -> Any:
+    names = {"image_token": "<|image|>", "start": "<|image_start|>", "end": "<|image_end|>", "patch": "<|patch|>"}
+    names |= {"tile_x": "<|tile_x_separator|>", "tile_y": "<|tile_y_separator|>"}
+    images = t.Llama4ImageProcessor(size={"height": 56, "width": 56}, max_patches=4)
+    return t.Llama4Processor(images, tokenizer(**names), patch_size=14)
+
+
 PROCESSORS: dict[str, Callable[[Tokenizer], Any]] = {
     "aya_vision": _aya,
     "cohere2_vision": _cohere,
@@ -139,9 +153,11 @@ PROCESSORS: dict[str, Callable[[Tokenizer], Any]] = {
     "hyperclovax_vision_v2": _clova,
     "kimi_k25": _kimi,
     "lighton_ocr": _lighton,
+    "llama4": _llama4,
     "llava_next_video": _next_video,
     "minicpm_ocr": lambda tokenizer: _minicpm("Ocr", tokenizer),
     "minicpmv4_6": lambda tokenizer: _minicpm("V4_6", tokenizer),
+    "mllama": _mllama,
     "ovis2": _ovis,
     "pixtral": _pixtral,
     "video_llama_3": _video_llama,
@@ -149,6 +165,7 @@ PROCESSORS: dict[str, Callable[[Tokenizer], Any]] = {
 }
 PADS = {
     "aya_vision": "<|IMG_PATCH|>",
+    "llama4": "<|patch|>",
     "ovis2": "<IMG_ATOM>",
 }
 """The token of a picture's pieces, where it is not the processor's ``image_token``."""
@@ -221,6 +238,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": SEES | {"model_type": "pixtral", "head_dim": 16, "image_size": 112},
         "text_config": TEXT | {"model_type": "qwen3", "head_dim": 8},
     },
+    # Chunks and steps of the temperature are shorter than a sample.
+    "llama4": {
+        "vision_config": SEES
+        | {"intermediate_size": 128, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        "text_config": TEXT
+        | {"model_type": "llama4_text", "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}
+        | {"no_rope_layers": [1, 0], "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.5, "moe_layers": [1]},
+    },
     "llava_next_video": {
         "vision_config": SEES | {"model_type": "clip_vision_model"},
         "vision_feature_layer": -1,
@@ -228,6 +253,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
+    "mllama": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "attention_heads": 2}
+        | {"num_global_layers": 1, "image_size": 56, "patch_size": 14, "max_num_tiles": 4}
+        | {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96},
+        "text_config": TEXT
+        | {"model_type": "mllama_text_model", "num_hidden_layers": 3, "cross_attention_layers": [1]}
+        | {"pad_token_id": None},
+    },
     "ovis2": {
         "vision_config": SEES | {"model_type": "ovis2_vision", "hidden_stride": 2, "vocab_size": 32},
         "hidden_size": 32,

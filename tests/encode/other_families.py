@@ -176,9 +176,8 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
     token = "<IMG_CONTEXT>" if family == "internvl" else PADS.get(family, token)
     token_id = processor.tokenizer.convert_tokens_to_ids(token)
     # Some name it in one way and some in the other.
-    name = (
-        "image_token_index" if family in ("aya_vision", "gemma3", "llava", "pixtral", "vipllava") else "image_token_id"
-    )
+    indexed = ("aya_vision", "gemma3", "llama4", "llava", "mllama", "pixtral", "vipllava")
+    name = "image_token_index" if family in indexed else "image_token_id"
     config_values = {
         "model_type": family,
         "text_config": _TEXT,

@@ -124,6 +124,15 @@ def _noise(height: int, width: int) -> bytes:
     return file.getvalue()
 
 
+def _features(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The features of pictures in the text's width."""
+    if model.config.model_type == "llama4":
+        return model.multi_modal_projector(model.get_image_features(**tensors).last_hidden_state)
+    if model.config.model_type == "mllama":
+        return model.model.multi_modal_projector(model.model.vision_model(**tensors).last_hidden_state)
+    return model.model.get_image_features(**tensors).pooler_output
+
+
 @pytest.mark.parametrize("name", [*IMAGE_FAMILIES, "pixtral"])
 def test_towers(name: str, drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory, processor = model_of(name, drawn_data, tmp_path_factory.getbasetemp() / "flops")
@@ -145,8 +154,9 @@ def test_towers(name: str, drawn_data: Path, tmp_path_factory: pytest.TempPathFa
             outputs = processor.image_processor(images=[picture], return_tensors="pt")
         names = inputs or ("pixel_values", "image_grid_thw")
         tensors = {key: torch.as_tensor(outputs[key]) for key in names if key in outputs}
+        tensors["pixel_values"] = tensors["pixel_values"].float()  # bfloat16 from the processor of Llama 4
         with flop_counter() as counter:
-            features = model.model.get_image_features(**tensors).pooler_output
+            features = _features(model, tensors)
             forward = _split(counter)
             torch.cat([*features]).sum().backward()
         images.append(image)

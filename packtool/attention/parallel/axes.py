@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from packtool.config.packing import ParallelOptions
 from packtool.encode.families import FAMILIES, family_of, text_config_of, thinker_of
+from packtool.encode.families.record import IN_CHUNKS
 from packtool.errors import ConfigError, UnsupportedModelError
 
 KvExchange = Literal["ring", "allgather"]
@@ -75,10 +76,10 @@ def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, 
     ``num_ranks`` is 1 if their number is not known yet. If the model is ``trained``, it must have no attention dropout.
     """
     text = text_config_of(config)
-    if family_of(config).whole_pictures:  # attention in both directions
+    if reason := family_of(config).unshared or (IN_CHUNKS if text.get("attention_chunk_size") else ""):
         raise UnsupportedModelError(
-            f"--sequence-parallel-size: tokens of a picture of a {config.get('model_type')} model attend to each other "
-            "in both directions, which sequences that several processes share cannot",
+            f"--sequence-parallel-size: in a {config.get('model_type')} model, {reason}, which sequences that several "
+            "processes share cannot",
             "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
         )
     if "linear_attention" in (text.get("layer_types") or ()):

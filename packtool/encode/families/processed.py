@@ -11,7 +11,7 @@ from typing import Any
 
 from packtool.encode.families.processor import ProcessorFamily
 from packtool.encode.families.qwen_vl import QWEN3_5
-from packtool.encode.families.record import INTERNVL_TOKENS, BoxForm, Family, Towers
+from packtool.encode.families.record import IN_CHUNKS, INTERNVL_TOKENS, BoxForm, Family, Towers
 
 # Layers of the projector from the vision tower to the text model: the input and output width of each (``Family``).
 _PLAIN = ("tower text", "text text")
@@ -41,6 +41,8 @@ def _family(
         projector: widths of the linear layers of these modules.
     """
     takes_videos = bool(video_outputs) or not no_videos
+    if "whole_pictures" in other_fields:
+        other_fields["unshared"] = "tokens of a picture attend to each other in both directions"
     return Family(
         title=title,
         model_types=model_types,
@@ -152,6 +154,23 @@ FAMILIES: tuple[Family, ...] = (
         video_outputs=("pixel_values_videos", "video_grid_thw", "video_merge_sizes"),
     ),
     _family("ViP-LLaVA", "vipllava"),
+    _family(
+        "Llama 4",
+        "llama4",
+        vision="vision_model",
+        aligner=("vision_model.vision_adapter", "multi_modal_projector"),
+        projector=("merged adapted", "adapted adapted", "output text"),
+        unshared=IN_CHUNKS,
+    ),
+    _family(
+        "Llama 3.2 Vision",
+        "mllama",
+        inputs=("aspect_ratio_ids", "aspect_ratio_mask"),
+        vision="model.vision_model",
+        projector=("output text",),
+        cross_attention=True,
+        unshared="text attends to pictures by cross-attention",
+    ),
     _family("Gemma 3", "gemma3", projector=("tower text",), whole_pictures="all", token_types="token_type_ids"),
     _family(
         "Gemma 4",

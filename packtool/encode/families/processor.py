@@ -236,6 +236,9 @@ def process_video(
 
 def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
     """Run a processor on the pictures of some rows; return its text for each picture of each row, and its outputs."""
+    if "cross_attention_mask" in processor.model_input_names:  # text attends to a picture, which has a single token
+        texts = [[str(processor.image_token)] * len(pictures) for pictures in rows]
+        return texts, processor.image_processor(images=[list(pictures) for pictures in rows], return_tensors="pt")
     outputs: Mapping[str, Any] = processor(
         text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
         images=[list(pictures) for pictures in rows],

@@ -308,6 +308,10 @@ class BoxForm:
         return "".join(",".join(f"({x},{y})" for x, y in box).join(self.tokens.box) for box in pairs)
 
 
+IN_CHUNKS = "tokens attend to those of their chunk"
+"""The reason why several ranks cannot share sequences of Llama 4 (``Family.unshared``)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """A family of models.
@@ -330,6 +334,8 @@ class Family:
         whole_pictures: layers in which the tokens of a picture see each other in both directions: ``all``, or
             ``windows``: those with a sliding window, if ``config.json`` sets this; "" if every token sees only earlier
             ones.
+        cross_attention: whether its text attends to pictures by cross-attention, so that a picture has one token.
+        unshared: why several ranks cannot share its sequences; "" if they can.
         token_types: argument of its forward with the kind of each token, by which transformers finds these pictures.
         processor_inputs: arguments of its forward that its own processor may produce for pictures; empty if the tower
             takes patches and a grid.
@@ -366,6 +372,8 @@ class Family:
     video_marks: tuple[str, ...] = ()
     positions: Literal["token_types", "sound_seconds", "counted"] = "token_types"
     whole_pictures: Literal["", "all", "windows"] = ""
+    cross_attention: bool = False
+    unshared: str = ""
     token_types: str = ""
     processor_inputs: tuple[str, ...] = ()
     keeps_bounds: bool = False

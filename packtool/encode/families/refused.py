@@ -13,13 +13,13 @@ _REFUSED_TYPES = {
     "transformers' masks for its pictures differ between a forward pass and generation": "gemma4_unified",
     "it classifies pictures and writes no text": "shieldgemma2",
     "its text attends to pictures by cross-attention, which would include those of other samples in a pack": (
-        "evolla idefics mllama"
+        "evolla idefics"
     ),
     "it is an encoder-decoder model, and packed attention supports only decoders": (
         "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"
     ),
     "its layers mix tokens by other means than attention, or select tokens from the entire sequence": (
-        "dots3_note glm5_next inkling2 inkling_mm_model lfm2_vl lfm3_vl llama4 minimax_m3_vl mistral_large4 "
+        "dots3_note glm5_next inkling2 inkling_mm_model lfm2_vl lfm3_vl minimax_m3_vl mistral_large4 "
         "nemotron_h_omni qwen4_exp unlimited_ocr"
     ),
     "it does not use transformers' attention interface": ("blip deepseek_vl deepseek_vl_hybrid git janus"),
@@ -29,9 +29,12 @@ _REFUSED_TYPES = {
     "the positions of picture tokens depend on outputs of its processor that packtool does not support": (
         "cohere_compass cosmos3_edge cosmos3_omni ernie4_5_vl_moe glmga hunyuan_vl minicpmv4_7 paddleocr_vl"
     ),
+    "rotary positions depend on the longest sample of a pack, and its adapters are separate files": "phi4_multimodal",
+    "its processor does not take a list of pictures and the model's placeholder for each": "got_ocr2 qianfan_ocr",
+    "its vision tower needs timm, with which packed training has not been verified": "fast_vlm perception_lm",
     UNPROVEN: (
-        "aria deepseek_ocr2 fast_vlm gemma3n got_ocr2 granite4_vision granite_docling kosmos-2 kosmos-2.5 "
-        "muse_glimmer muse_spark perception_lm qianfan_ocr step3p7 video_llava"
+        "aria deepseek_ocr2 gemma3n granite4_vision granite_docling kosmos-2 kosmos-2.5 muse_glimmer muse_spark "
+        "step3p7 video_llava"
     ),
 }
 

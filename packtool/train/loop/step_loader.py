@@ -44,13 +44,14 @@ class TrainingStep:
 def required_towers(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
     """Return the towers that must run in every micro-batch: all if a tower may be trained, else none.
 
-    A trained tower needs a backward pass on every rank, because ranks exchange its gradients.
+    A trained tower needs a backward pass on every rank, because ranks exchange its gradients; so do layers with
+    cross-attention, which a forward pass without pictures skips.
     """
     is_named = any(
         (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
     )
     is_trained = is_named or config.adapters or not {"vision tower", "aligner"} <= config.frozen_parts
-    return spec.towers if is_trained else frozenset()
+    return spec.towers if is_trained or spec.family.cross_attention else frozenset()
 
 
 class StepLoader:

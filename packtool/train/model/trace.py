@@ -37,7 +37,8 @@ from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Grad
 from packtool.attention.parallel.mesh import AbsentRanks, SequenceParallel
 from packtool.attention.recurrent import set_recurrent_ranks
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
-from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch, WholePictures
+from packtool.batch.batch import Batch, CrossPictures, PackedBatch, ShardedBatch, TreeBatch, WholePictures
+from packtool.batch.collate import add_cross_mask, filler_document
 from packtool.batch.media import blank_processed, large_processed
 from packtool.batch.prefix_tree import ROOT
 from packtool.batch.shard import FeatureRoute, SequenceShard, SequenceSplit
@@ -161,7 +162,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     num_keys = max(tokens.keys, num_tokens)
     fields = _batch_fields(spec, tokens, num_tokens)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
-    fields["pictures"] = _traced_pictures(spec, fields["input_ids"], num_keys)
+    fields["pictures"] = _traced_pictures(spec, fields["input_ids"], num_keys, fields["media"])
     shares_prefixes = tokens.keys > 0
     return TreeBatch(**fields, **_tree_fields(num_tokens, num_keys)) if shares_prefixes else PackedBatch(**fields)
 
@@ -190,11 +191,19 @@ def _tree_fields(num_tokens: int, num_keys: int) -> dict[str, Any]:
     }
 
 
-def _traced_pictures(spec: InputSpec, input_ids: Tensor, num_keys: int) -> WholePictures | None:
+def _traced_pictures(
+    spec: InputSpec, input_ids: Tensor, num_keys: int, media: dict[str, Tensor]
+) -> WholePictures | CrossPictures | None:
     """Return pictures of usual size for the placeholder tokens at the beginning of ``input_ids`` (1, T)."""
-    num_placeholders = int((input_ids == spec.pad_ids["image"]).sum()) if spec.whole_pictures else 0
+    has_pictures = spec.whole_pictures or spec.family.cross_attention
+    num_placeholders = int((input_ids == spec.pad_ids["image"]).sum()) if has_pictures else 0
     if not num_placeholders:
         return None
+    if spec.family.cross_attention:  # each in a sample of its own, after a token of text
+        samples = [part.tolist() for part in torch.zeros_like(input_ids[0]).tensor_split(num_placeholders)]
+        for sample in samples:
+            sample[1:2] = [spec.pad_ids["image"]]
+        return add_cross_mask([filler_document(sample) for sample in samples], media, spec)
     size, _ = blank_processed(spec)
     spans = [(start, min(start + size, num_placeholders)) for start in range(0, num_placeholders, size)]
     only_windows = spec.whole_pictures == "windows"

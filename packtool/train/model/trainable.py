@@ -352,8 +352,10 @@ def _adaptable_modules(model: Any, towers: Towers, config: TrainConfig) -> dict[
     in_all_linear = {}
     for name, module in model.named_modules():
         is_end = (module is head or module is embeddings) and isinstance(module, _ADAPTABLE)
-        if towers.part_of(name) not in frozen and (isinstance(module, _LINEAR) or is_end):
-            in_all_linear[name] = isinstance(module, _LINEAR) and module is not head
+        # Routers of Llama 4 and PhiMoE are linear modules that return tuples, which peft cannot adapt.
+        is_linear = isinstance(module, _LINEAR) and not type(module).__name__.endswith("Router")
+        if towers.part_of(name) not in frozen and (is_linear or is_end):
+            in_all_linear[name] = is_linear and module is not head
     return in_all_linear
 
 

@@ -16,6 +16,7 @@ from packtool.config.packing import SharingOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
+from packtool.encode.families import family_of
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.planning.cost import CostModel
@@ -239,8 +240,12 @@ def decide_sharing(
 def conflicts_of_sharing(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
     """Options that exclude shared prefixes, also for the model; UnsupportedModelError if they are required for that."""
     conflicts = list(config.sharing_conflicts)
+    conflict = ""
     if getattr(config, "sequence_parallel_ranks", 1) > 1 and has_sliding_windows(model):
         conflict = "--sequence-parallel-size for a model with sliding windows, which would cut prefixes"
+    elif family_of(model).cross_attention:
+        conflict = "a model with cross-attention, in which tokens before a picture attend to it"
+    if conflict:
         if config.share_prefix == "true":
             problem = f"--share-prefix true cannot be combined with {conflict}"
             raise UnsupportedModelError(problem, "Leave one of them out.")

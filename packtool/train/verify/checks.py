@@ -25,6 +25,7 @@ from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.collate_shard import collate_shard, with_rank_media
 from packtool.batch.dataset import sample_media_error
 from packtool.batch.media import load_processed
+from packtool.batch.micro_batch import Tower
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, slice_sample
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
@@ -90,9 +91,8 @@ class PackUnderTest:
         self.samples = list(samples)
         self.tolerances = tolerances(dtype)
         self.lengths = [sample.length for sample in self.samples]
-        single_samples = [collate_packs([sample], spec).to(device) for sample in self.samples]
-        self.batches_alone = [without_boundaries(batch) for batch in single_samples]
-        self.num_targets = max(sum(batch.num_target_tokens for batch in single_samples), 1)
+        self.batches_alone = [collate_alone(sample, spec).to(device) for sample in self.samples]
+        self.num_targets = max(sum(batch.num_target_tokens for batch in self.batches_alone), 1)
         self.placement = [] if parallel is None else self._place_samples(parallel.split.size)
         self.batch = self._collate().to(device)
         self.nodes = self._find_nodes()
@@ -284,8 +284,11 @@ class PackUnderTest:
         return negated
 
 
-def without_boundaries(batch: PackedBatch) -> Batch:
+def collate_alone(sample: EncodedSample, spec: InputSpec) -> Batch:
     """Return a batch of one sample without the sample boundaries that only packed attention accepts."""
+    # With cross-attention, a sample without pictures would attend to a blank one.
+    towers = frozenset[Tower]() if spec.family.cross_attention else None
+    batch = collate_packs([sample], spec, towers)
     return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
 
 

@@ -35,7 +35,7 @@ from packtool.train.model.trainable import without_dropout
 from packtool.train.prepare.checkpoint import Assignment, BatchShape
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.timeline import Timeline
-from packtool.train.verify.checks import Check, tolerances, without_boundaries, worst_of
+from packtool.train.verify.checks import Check, collate_alone, tolerances, worst_of
 
 _SAMPLES_PER_STEP = 16
 _LEARNING_RATE, _WEIGHT_DECAY, _MAX_GRAD_NORM = 1e-4, 0.1, 1.0
@@ -159,7 +159,7 @@ def _unpacked_batches(
     """Yield a batch for each sample of the packs."""
     for pack in packs:
         for position in pack:
-            yield without_boundaries(collate_packs([read(position)], spec))
+            yield collate_alone(read(position), spec)
 
 
 def _check_losses(steps: Sequence[TrainedStep]) -> Check:
