@@ -16,7 +16,7 @@ and the model continues from embeddings with the same numbers. Families whose ow
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -225,18 +225,27 @@ def _tile_features(module: Any, media: Mapping[str, Tensor], tiles: Tensor) -> T
     sizes = F.pad(media["image_sizes"], (0, 0, 0, num_uncut))  # those of other media are not used
     num_images = [1] * len(cut) + [num_uncut]  # in each row
     output = module.get_image_features(torch.cat([*cut, *uncut]), sizes, batch_num_images=num_images, return_dict=True)
-    cut_features, uncut_features = iter(output.pooler_output[: len(cut)]), iter(output.pooler_output[len(cut) :])
-    features: list[Tensor] = []
-    for count, form in zip(counts, forms, strict=True):
+    cut_features, uncut_features = output.pooler_output[: len(cut)], output.pooler_output[len(cut) :]
+    media_tiles = zip(counts, forms, strict=True)
+    return torch.cat([*_features_in_order(module, media_tiles, iter(cut_features), iter(uncut_features))])
+
+
+def _features_in_order(
+    module: Any,
+    media_tiles: Iterable[tuple[int, int]],
+    cut_features: Iterator[Tensor],
+    uncut_features: Iterator[Tensor],
+) -> Iterator[Tensor]:
+    """Yield the features of media (tiles, form) in order, from those of cut pictures and of other tiles."""
+    for count, form in media_tiles:
         if form == 0:
-            features.append(next(cut_features))
+            yield next(cut_features)
             continue
         of_tiles = torch.stack(list(islice(uncut_features, count)))  # (tiles, patches + 1, D), the newline last
         if form == 1:
-            features.append(of_tiles[0])
+            yield of_tiles[0]
         else:
-            features += [module.apply_pooling(of_tiles[:, :-1]).flatten(0, 1), of_tiles[0, -1:]]
-    return torch.cat(features)
+            yield from (module.apply_pooling(of_tiles[:, :-1]).flatten(0, 1), of_tiles[0, -1:])
 
 
 def _audio_features(module: Any, inputs: TowerInputs, features: Tensor) -> Tensor:

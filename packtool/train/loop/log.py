@@ -502,10 +502,7 @@ class Report:
         self._outliers = Outliers()
 
     def begin(self, num_steps: int) -> None:
-        """Describe the figures, start the progress, and delete lines of steps that are trained again.
-
-        A resumed run continues ``metrics.jsonl`` after the step of its checkpoint.
-        """
+        """Describe the figures, start the progress, and delete the lines of steps that are trained again."""
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         for line in heading_lines(self.run, gpu):
             self.progress.note(line)
