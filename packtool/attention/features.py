@@ -225,23 +225,20 @@ def _tile_features(module: Any, media: Mapping[str, Tensor], tiles: Tensor) -> T
     sizes = F.pad(media["image_sizes"], (0, 0, 0, num_uncut))  # those of other media are not used
     num_images = [1] * len(cut) + [num_uncut]  # in each row
     output = module.get_image_features(torch.cat([*cut, *uncut]), sizes, batch_num_images=num_images, return_dict=True)
-    cut_features, uncut_features = output.pooler_output[: len(cut)], output.pooler_output[len(cut) :]
+    cut_features, uncut_features = iter(output.pooler_output[: len(cut)]), iter(output.pooler_output[len(cut) :])
     media_tiles = zip(counts, forms, strict=True)
-    return torch.cat([*_features_in_order(module, media_tiles, iter(cut_features), iter(uncut_features))])
+    return torch.cat([*_features_in_order(module, media_tiles, cut_features, uncut_features)])
 
 
 def _features_in_order(
-    module: Any,
-    media_tiles: Iterable[tuple[int, int]],
-    cut_features: Iterator[Tensor],
-    uncut_features: Iterator[Tensor],
+    module: Any, media_tiles: Iterable[tuple[int, int]], cut: Iterator[Tensor], uncut: Iterator[Tensor]
 ) -> Iterator[Tensor]:
     """Yield the features of media (tiles, form) in order, from those of cut pictures and of other tiles."""
     for count, form in media_tiles:
         if form == 0:
-            yield next(cut_features)
+            yield next(cut)
             continue
-        of_tiles = torch.stack(list(islice(uncut_features, count)))  # (tiles, patches + 1, D), the newline last
+        of_tiles = torch.stack(list(islice(uncut, count)))  # (tiles, patches + 1, D), the newline last
         if form == 1:
             yield of_tiles[0]
         else:
