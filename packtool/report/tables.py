@@ -110,10 +110,7 @@ class Histogram:
 
 
 def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
-    """Count samples by their tokens, ``lengths`` (S,); each bin includes its upper edge.
-
-    Bins have equal widths, or are logarithmic if lengths span two orders of magnitude.
-    """
+    """Count samples by their tokens, ``lengths`` (S,), in equal or logarithmic bins that include their upper edge."""
     longest = max(int(lengths.max(initial=1)), 1)  # 1 if there are no samples
     shortest = max(int(lengths.min(initial=longest)), 1)
     is_log = longest >= _LOG_RATIO * shortest

@@ -35,12 +35,11 @@ class MuonAdamW(Optimizer):
         trained = [(name, weight) for name, weight in named_parameters if weight.requires_grad]
         hidden_matrices = [weight for name, weight in trained if _is_hidden_matrix(name, weight)]
         other_weights = [weight for name, weight in trained if not _is_hidden_matrix(name, weight)]
-        groups: list[dict[str, Any]] = []
-        if hidden_matrices:
-            groups.append({**self._muon.defaults, "params": hidden_matrices, "is_muon": True})
-        if other_weights:
-            groups.append({**self._adamw.defaults, "params": other_weights, "is_muon": False})
-        super().__init__(groups, defaults={})
+        groups = [
+            {**self._muon.defaults, "params": hidden_matrices, "is_muon": True},
+            {**self._adamw.defaults, "params": other_weights, "is_muon": False},
+        ]
+        super().__init__([group for group in groups if group["params"]], defaults={})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

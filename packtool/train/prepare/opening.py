@@ -190,10 +190,9 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
 
 def _fitting_plan(config: TrainConfig, reader: CacheReader) -> SavedPlan | None:
     """Read the plan of ``--plan``, and raise unless it fits the run; None without the option."""
-    if config.plan is None:
-        return None
-    saved_plan = read_plan(config.plan)
-    check_plan(saved_plan, config, reader)
+    saved_plan = None if config.plan is None else read_plan(config.plan)
+    if saved_plan is not None:
+        check_plan(saved_plan, config, reader)
     return saved_plan
 
 
