@@ -2,7 +2,8 @@
 """Measure how well the losses of samples show wrong answers, and what keeping them costs.
 
     python scripts/bench_sample_losses.py [--rows 2400] [--rounds 3]
-    python scripts/bench_sample_losses.py --rows 0 --realdata DIR [--real-file text_gsm8k_test.jsonl] [--real-rows 8000]
+    python scripts/bench_sample_losses.py --rows 0 --realdata DIR --real-rows 5000
+    python scripts/bench_sample_losses.py --rows 0 --realdata DIR --real-file text_gsm8k_test.jsonl
 
 The answers of 2 % of the rows are swapped with those of other rows. Two epochs are trained, and the script prints the
 share of these rows among the 5 % and 10 % of samples with the highest loss in each epoch: for the demo's rows with the
