@@ -228,7 +228,7 @@ def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> lis
 def _saving_trees(shared: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
     """Return the first sample of each tree that saves tokens and the one after its last, (trees, 2), the best first."""
     starts = np.flatnonzero(shared == 0)
-    stops = np.append(starts[1:], len(shared))
+    stops = np.append(starts, len(shared))[1:]
     tokens_saved = np.add.reduceat(shared, starts, dtype=np.int64)
     num_saving = np.count_nonzero(tokens_saved)  # trees of a single sample save nothing
     best_first = np.argsort(-tokens_saved, kind="stable")

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packtool.planning.pack_plan import PackPlan
+from packtool.report import plan_page
 from packtool.report.drawing import Box, Drawing, Note
 from packtool.report.plan import sweep_page
 from packtool.report.plan_page import (
@@ -101,6 +103,12 @@ def test_a_tree_is_drawn_to_scale() -> None:
     for words in ("Shared prefixes are computed once", "61.10%", "The tree that saves most", "656 tokens instead of"):
         assert words in text
     assert "hared prefixes" not in page(content())
+
+
+def test_a_plan_without_samples_has_no_trees() -> None:
+    nothing = np.zeros(0, np.int32)
+    plan = PackPlan(nothing.astype(np.int64), np.zeros(1, np.int64), nothing, 9, shared_tokens=nothing)
+    assert plan_page._example_trees(plan, nothing) == []
 
 
 def test_blocks_wrap_to_scale() -> None:
