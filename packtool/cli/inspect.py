@@ -75,7 +75,8 @@ def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
 
     pages = Pages(config, shows_all=True)
     with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
-        invocation.show({"address": address}, [*pages.notes, address, "serving pages on this machine until Ctrl-C"])
+        figures = {"address": address, "samples_left_out": pages.num_left_out}
+        invocation.show(figures, [*pages.notes, address, "serving pages on this machine until Ctrl-C"])
         threading.Event().wait()
 
 
@@ -163,14 +164,14 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
     with interruptible_progress() as progress:
         num_missing = write_pages(pages, directory, progress)
     index_page, num_samples = storage.join(directory, INDEX), len(pages.numbers)
-    limit = "" if num_samples == pages.num_cached else " (--max-samples)"
+    limit = "" if num_samples + pages.num_left_out == pages.num_cached else " (--max-samples)"
     if limit and config.plan is not None:
         limit = f", those of the steps that are shown of --plan {config.plan}"
     lines = [*pages.notes, f"written: {index_page}, {num_samples:,} of {pages.num_cached:,} samples{limit}"]
     if num_missing:
         lines.insert(0, f"{num_missing:,} media files are missing: not readable on this machine, or too large to play")
-    figures = {"written": index_page, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}
-    invocation.show(figures, lines)
+    figures = {"written": index_page, "samples": num_samples, "of": pages.num_cached}
+    invocation.show({**figures, "samples_left_out": pages.num_left_out, "media_left_out": num_missing}, lines)
 
 
 def run_explain(config: ExplainConfig, invocation: Invocation) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,23 +23,26 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.cache.origins import read_origins
 from packtool.cache.reader import CacheReader
 from packtool.cache.shard import num_targets
+from packtool.config.data import ExportConfig
+from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder, encode_samples
-from packtool.errors import MismatchError
-from packtool.launch.world import World
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import DataError, MismatchError
 from packtool.planning.pack_plan import Int64Array
 from packtool.report.drawing import plural
 from packtool.report.inspect import Decoder
 from packtool.report.tables import Figures, aligned
 from packtool.rows.read import follow, samples_of
 from packtool.rows.sample import Dropped, RowPart
-from packtool.rows.source import BLOCK_ROWS, SourceSpec
+from packtool.rows.source import BLOCK_ROWS, Source, SourceSpec
+from packtool.rows.sources import sources_of
 from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import finished_checkpoints, read_options, run_directory
+from packtool.train.prepare.from_rows import length_of_rows
 from packtool.train.prepare.history import has_history, read_history, train_config_of
 from packtool.train.prepare.output_dir import HISTORY
 from packtool.train.prepare.sample_losses import losses_by_epoch, stream_losses
-from packtool.train.prepare.streamed import StreamedSource, open_stream
 
 GROUPS = {"highest": "highest loss", "not_improved": "did not improve", "near_zero": "near zero from the start"}
 """Titles of the groups, by their names in JSON."""
@@ -169,42 +172,67 @@ def _of_stream(table: Any) -> tuple[dict[int, npt.NDArray[np.float32]], Any]:
     return losses, table.select(names).filter(is_first)
 
 
-def encode_rows(losses: RunLosses, numbers: Int64Array, model: str | None) -> tuple[Decoder, dict[int, EncodedSample]]:
+def encode_rows(
+    losses: RunLosses, numbers: Int64Array, model: str | None
+) -> tuple[Decoder, dict[int, EncodedSample], list[str]]:
     """Encode samples of a stream again from their rows, because a stream keeps no tokens.
 
-    Returns their decoder and, by their ``numbers`` (S,) in ``losses``, the samples with as many tokens as when trained.
-    ``model`` is the present directory of the model if it has moved.
+    Returns their decoder; by their ``numbers`` (S,) in ``losses``, the samples with as many tokens as when trained; and
+    messages on files that cannot be read. ``model`` is the present directory of the model if it has moved.
     """
     rows = losses.stream.select(["source", "row", "sample", "tokens", "target_tokens"]).take(numbers).to_pylist()
     numbers_by_key = dict(zip((tuple(row.values()) for row in rows), numbers.tolist(), strict=True))
-    source = _open_files(losses.run, {name for name, *_ in numbers_by_key}, model)
-    samples = _encode_files(source, numbers_by_key)
-    return Decoder(source.files, source.encode_spec.recorded(), source.media_limits), samples
+    config = _config_of(losses.run)
+    config = dataclasses.replace(config, model=model or config.model)
+    files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
+    export_config = config.export_config(output_dir="", max_length=length_of_rows(config, files))
+    spec = export_config.encode_spec
+    drops = {"truncation_strategy": "delete", "media_overflow": "drop"}  # leave out rows that have become too long
+    changes: dict[str, Any] = {name: drop for name, drop in drops.items() if getattr(spec, name) == "raise"}
+    encoder = Encoder(dataclasses.replace(spec, **changes), files)
+    problems: list[str] = []
+    samples = _encode_files(_find_files(export_config, problems), numbers_by_key, encoder, problems)
+    return Decoder(files, spec.recorded(), encoder.limits), samples, problems
 
 
-def _encode_files(source: StreamedSource, numbers_by_key: dict[tuple[Any, ...], int]) -> dict[int, EncodedSample]:
-    """Encode the samples with these keys: file, row, number in the row, tokens, targets; return them by number."""
-    encoder, samples = Encoder(source.encode_spec, source.files), dict[int, EncodedSample]()
-    for spec in source.row_files:
-        label = storage.masked(spec.path)
+def _encode_files(
+    specs: Iterable[SourceSpec], numbers_by_key: dict[tuple[Any, ...], int], encoder: Encoder, problems: list[str]
+) -> dict[int, EncodedSample]:
+    """Encode the samples with these keys: file, row, number in the row, tokens, targets; return them by number.
+
+    Files without such samples are not opened; ``problems`` gets a message on each file that cannot be read.
+    """
+    samples = dict[int, EncodedSample]()
+    for spec in specs:
+        label = Source(spec.path).label
         row_numbers = {row for name, row, *_ in numbers_by_key if name == label}
-        for number_in_row, sample in _encode_file(spec, row_numbers, encoder) if row_numbers else ():
-            key = label, sample.row, number_in_row, sample.length, num_targets(sample)
-            if key in numbers_by_key:
-                samples[numbers_by_key[key]] = sample
+        try:
+            for number_in_row, sample in _encode_file(spec, row_numbers, encoder) if row_numbers else ():
+                key = label, sample.row, number_in_row, sample.length, num_targets(sample)
+                if key in numbers_by_key:
+                    samples[numbers_by_key[key]] = sample
+        except DataError as error:
+            problems.append(error.message)
     return dict(sorted(samples.items()))
 
 
-def _open_files(run: str, names: set[str], model: str | None) -> StreamedSource:
-    """Open the stream of a run again; of its files with these names, leave out those that no longer exist."""
+def _config_of(run: str) -> TrainConfig:
+    """Return the options of a run in its newest checkpoint."""
     options = next((read_options(checkpoint) for checkpoint in finished_checkpoints(run)[-1:]), None)
     if options is None:
         problem = f"{run} has no checkpoint with the options of the run, so rows cannot be encoded again"
         raise MismatchError(problem, "--losses alone, or --export-losses FILE, names file and row of each sample.")
-    config = train_config_of(options, "of another version")
-    removed = {name for name in names if not storage.is_remote(name) and not storage.exists(name)}
-    dataset = tuple(name for name in config.dataset if storage.normalize(name) not in removed)
-    return open_stream(dataclasses.replace(config, dataset=dataset, model=model or config.model), World())[0]
+    return train_config_of(options, "of another version")
+
+
+def _find_files(config: ExportConfig, problems: list[str]) -> Iterator[SourceSpec]:
+    """Yield the files of ``--dataset``; ``problems`` gets a message on each argument whose files no longer exist."""
+    for name in config.dataset:
+        try:
+            yield from sources_of(dataclasses.replace(config, dataset=(name,), val_dataset=()))
+        except DataError as error:
+            is_absolute = os.path.isabs(name) or storage.is_remote(name)
+            problems.append(error.message + ("" if is_absolute else f" (relative paths start in {os.getcwd()})"))
 
 
 def _encode_file(spec: SourceSpec, rows: set[int], encoder: Encoder) -> Iterator[tuple[int, EncodedSample]]:

@@ -42,7 +42,7 @@ from packtool.media.suffix import is_media, suffix_of
 from packtool.media.video import load_video
 from packtool.planning.prefix_trees import find_branches
 from packtool.progress import Progress
-from packtool.report.drawing import render
+from packtool.report.drawing import plural, render
 from packtool.report.inspect import Decoder, Medium, dropped_rows, model_of_cache
 from packtool.report.losses import GROUPS, RunLosses, encode_rows
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
@@ -190,13 +190,14 @@ class Pages:
 
     With ``shows_all`` of all samples of caches, otherwise of about ``config.max_samples``: evenly spaced ones, or those
     of evenly spaced packs, or those with unusual losses. ``numbers`` (N,) are their positions in the split or the run,
-    and ``notes`` are messages on samples of a stream that are left out.
+    and ``notes`` are messages on the ``num_left_out`` chosen samples of a stream that cannot be shown.
     """
 
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:
         self._config, self._policy = config, policy_for_cache(config)
         self._losses = RunLosses(config.directory) if config.shows_losses else None
         self.notes: list[str] = []
+        self.num_left_out = 0
         reader = self._losses.reader if self._losses else CacheReader.open([config.directory], config.split)
         self._sample_at: Callable[[int], EncodedSample]
         if reader is None:
@@ -226,9 +227,11 @@ class Pages:
         self._packs, self._dropped, self._num_dropped = None, [], {}
         self.num_cached = len(self._losses.last)
         chosen = self._choose_samples(self._config.max_samples, shows_all=False)
-        self._decoder, samples = encode_rows(self._losses, chosen, self._config.model)
-        if num_missing := len(chosen) - len(samples):
-            self.notes.append(f"{num_missing:,} samples are left out: their rows have changed or are no longer there")
+        self._decoder, samples, problems = encode_rows(self._losses, chosen, self._config.model)
+        self.num_left_out = len(chosen) - len(samples)
+        if self.num_left_out:
+            left_out = f"{plural(self.num_left_out, 'sample')} left out"
+            self.notes = [*problems[:5], f"{left_out}: their rows or media have changed or are no longer there"]
         self._sample_at, self.numbers = samples.__getitem__, np.array([*samples], np.int64)
         channel_codes: dict[str, int] = {}
         self._columns = index_columns([*samples.values()], 0, 0, channel_codes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +18,7 @@ import pytest
 from packtool.batch import dataset
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
+from packtool.cli import inspect as cli_inspect
 from packtool.cli.main import run
 from packtool.config.commands import InspectConfig
 from packtool.encode.encoded import EncodedSample
@@ -269,13 +272,41 @@ def test_pages_show_the_rows_with_their_media(full_run: Path, rows: str, tmp_pat
     assert pages.content("media/999-0.jpg") is None
 
 
+def write_rows_in_many_files(tiny: TinyWorld, folder: Path) -> list[str]:
+    """Write the tiny rows to a.jsonl and b.jsonl, and two of them to other files; return all as arguments."""
+    for name in ("a.jsonl", "b.jsonl"):
+        write_lines(tiny, folder / name, 1)
+    rows = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()[1:3]]
+    shutil.copy(rows[0]["images"][0], folder / "own.png")
+    rows[0]["images"] = [str(folder / "own.png")]
+    (folder / "c").mkdir()
+    not_utf8 = str(folder / os.fsdecode(b"f\xff.jsonl"))
+    for name in ("c/c.jsonl", "d.jsonl", "e.jsonl", not_utf8, "g.jsonl"):
+        (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    (folder / "dataset_info.json").write_text(json.dumps({"named": {"file_name": "d.jsonl"}}))
+    absolute = [str(folder / name) for name in ("a.jsonl", "b.jsonl", "c")]
+    return [*absolute, "named", "e.jsonl", not_utf8, str(folder / "g.jsonl")]
+
+
+def change_rows(folder: Path) -> None:
+    """Remove files in all ways an argument can name them, and a picture; change rows of a.jsonl and all of g.jsonl."""
+    lines = (folder / "a.jsonl").read_text().splitlines()
+    for row, answer in ((3, "x"), (5, "x" * 1000)):  # shorter than in training, and longer than allowed
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
+        lines[row] = json.dumps({"messages": turns})
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    for name in ("b.jsonl", "c/c.jsonl", "d.jsonl", "own.png"):
+        (folder / name).unlink()
+    (folder / "g.jsonl").write_text(json.dumps({"frage": "x", "antwort": "y"}))
+
+
 def test_pages_leave_out_rows_that_changed_or_are_gone(
-    tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for file in files:
-        write_lines(tiny, file, 1)
-    train(tiny.config(tmp_path / "run", **tiny.streamed(*map(str, files))), SilentProgress())
+    """Files named by path, folder, relative path or --dataset-info, one with a name that is not UTF-8."""
+    monkeypatch.chdir(tmp_path)
+    options = tiny.streamed(*write_rows_in_many_files(tiny, tmp_path)) | {"truncation_strategy": "raise"}
+    train(tiny.config("run", **options, dataset_info=str(tmp_path)), SilentProgress())
     (path,) = (tmp_path / "run" / "history").glob("stream-losses-*.parquet")
     table = pq.read_table(path)
     near_zero = pa.array(np.full(len(table), 0.05, np.float32))
@@ -284,17 +315,30 @@ def test_pages_leave_out_rows_that_changed_or_are_gone(
     assert run([*words, "--plan", "a.plan"]) == EXIT_USAGE
     assert "streamed rows has no plan" in capsys.readouterr().err
     assert run(words) == 0
-    assert "index.html, 80 of 80 samples\n" in capsys.readouterr().out
-    lines = files[0].read_text().splitlines()
-    lines[3] = json.dumps({"messages": [{"role": role, "content": "x"} for role in ("user", "assistant")]})
-    files[0].write_text("\n".join(lines))
-    files[1].unlink()
+    assert "index.html, 89 of 89 samples\n" in capsys.readouterr().out
+    change_rows(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     assert run(words) == 0
     out = capsys.readouterr().out
-    assert "41 samples are left out: their rows have changed or are no longer there" in out
-    assert "index.html, 39 of 80 samples" in out
+    assert "50 samples left out: their rows or media have changed or are no longer there\n" in out
+    assert "index.html, 39 of 89 samples\n" in out
+    assert "--dataset e.jsonl: there is no such file" in out
+    assert f"(relative paths start in {os.getcwd()})" in out
     shown = page_data((tmp_path / "site" / "data" / "samples-0.js").read_bytes())
-    assert [(sample["source"], sample["row"]) for sample in shown] == [(str(files[0]), n) for n in range(40) if n != 3]
+    not_utf8 = str(tmp_path / r"f\udcff.jsonl")
+    expected = [(str(tmp_path / "a.jsonl"), row) for row in range(40) if row not in (3, 5)]
+    assert sorted((sample["source"], sample["row"]) for sample in shown) == [*expected, (not_utf8, 1)]
+    assert run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples_left_out"] == 50
+    stopped = Mock(wait=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(cli_inspect, "threading", Mock(Event=lambda: stopped))
+    assert run(["inspect", str(tmp_path / "run"), "--losses", "--serve", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples_left_out"] == 50
+    assert run([*words, "--max-samples", "9"]) == 0, "although files are gone of which no sample is chosen"
+    out = capsys.readouterr().out
+    assert "index.html, 3 of 89 samples (--max-samples)\n" in out
+    assert "left out" not in out
 
 
 def test_few_bytes_per_sample_and_epoch(
