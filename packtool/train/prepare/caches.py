@@ -34,11 +34,11 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag, load_json, parse_yaml
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
-from packtool.encode.families import ImageLimits, media_encoding
+from packtool.encode.families import ImageLimits, media_encoding, text_config_of
 from packtool.encode.loss_scale import parse_loss_scale
 from packtool.encode.model_files import ModelFiles, read_template
 from packtool.encode.row_parts import expansion_of
-from packtool.errors import ConfigError, MismatchError
+from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import Mixture, SourceCounts, by_name, counts_of_steps
 from packtool.planning.pack_plan import PackPlan
@@ -156,7 +156,36 @@ def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, 
         check_limits(directory, manifest, config)
         check_video_and_audio(directory, manifest, config, files)
         check_row_options(directory, manifest, config, with_cache_template(reader, files))
+    if isinstance(config, VerifyConfig):
+        refuse_stretched_positions(files.config, int(reader.index.length.max(initial=0)))
+    elif config.removes_padding:
+        lengths = reader.index.length
+        trained = lengths[lengths <= (config.max_length or lengths.max(initial=0))]
+        refuse_stretched_positions(files.config, int(trained.max(initial=0)))
     return reader
+
+
+def refuse_stretched_positions(config: Mapping[str, Any], length: int) -> None:
+    """Raise an UnsupportedModelError if rotary frequencies would depend on the longest sample of a pack.
+
+    ``length``: tokens of the longest sample. transformers' LongRoPE and dynamic NTK use other frequencies for an entire
+    sequence if one of its positions is beyond the original length.
+    """
+    text = text_config_of(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        kind = settings.get("rope_type", settings.get("type"))
+        if kind not in ("longrope", "su", "dynamic"):
+            continue
+        default = text.get("original_max_position_embeddings") or text.get("max_position_embeddings") or 0
+        original_length = int(settings.get("original_max_position_embeddings") or default)
+        if length > original_length:
+            problem = f"the position encoding {kind} of this model depends on the longest sample of a pack"
+            remedy = (
+                f"Limit samples with --max-length {original_length} of packtool export or train, or train with "
+                "--packing false --per-device-train-batch-size 1."
+            )
+            raise UnsupportedModelError(f"{problem}, if samples have more than {original_length:,} tokens", remedy)
 
 
 def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> None:

@@ -19,7 +19,7 @@ from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
 from packtool.planning.cost import ALL_WEIGHTS
 from packtool.planning.dynamic import EvaluationPlan, aligned_lengths, plan_evaluation
-from packtool.train.prepare.caches import check_model
+from packtool.train.prepare.caches import check_model, refuse_stretched_positions
 from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.parallelism import axes_of
@@ -104,6 +104,7 @@ def _open_split(config: EvalConfig, trained: TrainedModel, files: ModelFiles) ->
         raise DataError(
             f"the {split} split of {', '.join(reader.directories)} holds no samples", "Give another --split."
         )
+    refuse_stretched_positions(files.config, int(reader.index.length.max()))
     return reader
 
 

@@ -19,6 +19,7 @@ from packtool.launch.world import World
 from packtool.planning.ledger import Ledger
 from packtool.stream.reading import read_stream_state
 from packtool.train.prepare.cached import CachedSource, sample_figures
+from packtool.train.prepare.caches import refuse_stretched_positions
 from packtool.train.prepare.checkpoint import (
     ONLY_MODEL,
     BatchShape,
@@ -128,6 +129,8 @@ class Run:
             position = read_stream_state(checkpoint, world.data.rank)  # ranks that share sequences read the same rows
             source = dataclasses.replace(source, start=saved_state.step, start_position=position)
         lengths = np.array([source.encode_spec.max_length])  # no sample is read yet, so all may be as long
+        if config.removes_padding:
+            refuse_stretched_positions(source.files.config, int(lengths[0]))
         axes = axes_of(config, world, source.files, lengths, trained=True)
         return cls(
             config=config,

@@ -17,9 +17,9 @@ from packtool.cache.reader import CacheReader
 from packtool.config.data import ExportConfig
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import MismatchError
+from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.progress import SilentProgress
-from packtool.train.prepare.caches import check_limits, export_command, open_caches
+from packtool.train.prepare.caches import check_limits, export_command, open_caches, refuse_stretched_positions
 from packtool.train.prepare.from_rows import with_cache
 from tests.train.tiny import TinyWorld, export_rows
 
@@ -158,3 +158,35 @@ def test_caches_of_rows_depend_on_arguments_of_the_template(tiny: TinyWorld, tmp
     assert len(set(caches)) == 3
     assert caches[0] == caches[3]
     assert Manifest.read(caches[1]).identity.spec["chat_template_kwargs"] == {"x": 1}
+
+
+PHI3 = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": {"type": "longrope"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "longest_allowed"),
+    [
+        (PHI3, 16),
+        ({"text_config": PHI3}, 16),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 20}}, 20),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}, "max_position_embeddings": 30}, 30),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16}}, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000}, "max_position_embeddings": 16}, None),
+    ],
+)
+def test_frequencies_that_depend_on_the_longest_sample(config: dict[str, Any], longest_allowed: int | None) -> None:
+    refuse_stretched_positions(config, longest_allowed or 100_000)
+    if longest_allowed is not None:
+        with pytest.raises(UnsupportedModelError, match=f"more than {longest_allowed} tokens"):
+            refuse_stretched_positions(config, longest_allowed + 1)
+
+
+def test_a_pack_of_a_model_with_stretched_positions_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"] |= {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 8}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="dynamic") as exc_info:
+        open_for(tiny, model=str(model))
+    assert "--max-length 8" in str(exc_info.value.remedy)
+    assert len(open_for(tiny, model=str(model), packing=False)) == 40
