@@ -36,7 +36,7 @@ from packtool.encode.media_spans import (
     join_tokens,
 )
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.prepared import PreparedRows
+from packtool.encode.prepared import PreparedRows, match_images
 from packtool.encode.row_parts import RowSplitter, join_results
 from packtool.encode.targets import LocatedTurn, TurnChunks, TurnFinder, infer_turn_finder, is_trained, locate_texts
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
@@ -166,7 +166,9 @@ class Encoder:
             kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()
         }
         if len(sample.images) > 1:
-            media["image"] = self._media.together(media["image"])
+            uncut = self._media.together(media["image"])
+            pad = tokens.pads.get("image", -1)
+            media["image"] = uncut if sample.tokens is None else match_images(sample.tokens, media["image"], uncut, pad)
         return media
 
     def _render_or_drop(self, sample: Sample) -> _Rendered | Dropped:

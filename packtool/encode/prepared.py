@@ -181,6 +181,23 @@ class PreparedRows:
         return num_tokens
 
 
+def match_images(tokens: PreparedTokens, images: Sequence[Medium], uncut: Sequence[Medium], pad: int) -> list[Medium]:
+    """Return the pictures of a pack, ``uncut`` where several belong to one sample by its placeholder tokens.
+
+    ``images`` and ``uncut`` are the same pictures, measured alone and with others in a sample.
+    """
+    matched: list[Medium] = []
+    for ids in np.split(tokens.ids, tokens.starts[1:]):
+        num_pads = int((ids == pad).sum())
+        if num_pads in [image.num_tokens for image in images[len(matched) :][:1]]:
+            matched.append(images[len(matched)])
+            continue
+        while num_pads > 0 and len(matched) < len(uncut):
+            matched.append(uncut[len(matched)])
+            num_pads -= matched[-1].num_tokens
+    return [*matched, *uncut[len(matched) :]]
+
+
 def _sample_of(ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> EncodedSample:
     """Return a row as a sample with only ids and media, which suffice to locate the media."""
     fields: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}  # images, videos, audios

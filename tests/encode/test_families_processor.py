@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from packtool.errors import ConfigError
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for
 from tests.encode.other_families import model_of, tokens_of
+from tests.encode.test_prepared import prepared, values
 
 FAMILIES = ("internvl", "llava_onevision", "gemma3", "llava_next", "idefics3")
 
@@ -78,6 +80,44 @@ def test_every_token_equals_that_of_the_processor(
     sample = encoded(directory, two, files[:2])
     assert isinstance(sample, EncodedSample)
     np.testing.assert_array_equal(sample.input_ids, expected(processor, two, files[:2]))
+
+
+def test_each_size_is_processed_once(
+    family_processor: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = encoder_for(family_processor[1])
+    sizes: list[tuple[int, int]] = []
+
+    def record_size(height: int, width: int) -> Image.Image:
+        sizes.append((height, width))
+        return Image.new("RGB", (width, height))
+
+    monkeypatch.setattr("packtool.media.measure.blank_image", record_size)
+    for number, width in enumerate((61, 62, 62)):
+        path = tmp_path / f"{number}.png"
+        Image.new("RGB", (width, 70)).save(path)
+        (result,) = encoder.encode([row([("user", "<image>"), ("assistant", "!")], [str(path)])])
+        assert isinstance(result, list)
+    assert sizes == [(70, 61), (70, 62)]
+
+
+def test_packed_tokenized_rows_have_cut_and_uncut_pictures(tmp_path: Path, drawn_data: Path) -> None:
+    """LLaVA-OneVision cuts a picture into tiles if it is the only one of its sample."""
+    directory, _ = model_of("llava_onevision", drawn_data, tmp_path)
+    for size in ((112, 112), (56, 112)):
+        Image.new("RGB", size).save(tmp_path / f"{size[0]}.png")
+    large, small = str(tmp_path / "112.png"), str(tmp_path / "56.png")
+    answer = ("assistant", "It is.")
+    groups = [[large], [small, large], [], [small]]
+    rows = [row([("user", "<image>" * len(group) + "What?"), answer], group) for group in groups]
+    encoder = encoder_for(directory)
+    expected = [sample for result in encoder.encode(rows) for sample in result]
+    images = tuple(image for sample in rows for image in sample.images)
+    pack = replace(prepared(rows[0], expected), images=images)
+    (result,) = encoder.encode([pack])
+    assert isinstance(result, list), result
+    assert list(map(values, result)) == list(map(values, expected))
+    assert [[image.is_uncut for image in sample.images] for sample in result] == [[False], [True, True], [], [False]]
 
 
 def test_image_exceeding_processor_memory_drops_its_row(

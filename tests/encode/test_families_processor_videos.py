@@ -329,6 +329,7 @@ def test_placeholders_may_be_ordinary_tokens(
     ("name", "file", "edit", "detail"),
     [
         ("exaone4_5", "config.json", {"video_token_id": 5}, "no common video token"),
+        ("exaone4_5", "config.json", {"video_token_id": None}, "no common video token"),
         ("minicpmv4_6", "processor_config.json", {"video_processor": {"stack_frames": 2}}, "set stack_frames to 1"),
     ],
 )
@@ -345,11 +346,27 @@ def test_settings_without_videos(
     settings = json.loads((other / file).read_text())
     for key, value in edit.items():
         settings[key] = settings[key] | value if isinstance(value, dict) else value
+    settings = {key: value for key, value in settings.items() if value is not None}
     (other / file).write_text(json.dumps(settings))
     (dropped,) = encoder_for(other).encode([film("<video>", clips[0])])
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "media_unsupported"
     assert detail in dropped.detail
+
+
+def test_videos_without_token_compression_are_not_decoded(
+    directory_of: Callable[[str], Path], clips: list[MediaRef], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(directory_of("video_llama_3"), tmp_path / "model")
+    settings = json.loads((other / "processor_config.json").read_text())
+    settings["video_processor"]["use_token_compression"] = False
+    (other / "processor_config.json").write_text(json.dumps(settings))
+    monkeypatch.delattr("packtool.media.video.load_video")
+    ((sample,),) = encoder_for(other, max_length=20_000).encode([film("<video>", clips[0])])  # type: ignore[misc]
+    (video,) = sample.videos
+    assert video.num_tokens == np.prod(video.grid) // 4 > 0
+    pad = json.loads((other / "config.json").read_text())["video_token_id"]
+    assert int((sample.input_ids == pad).sum()) == video.num_tokens
 
 
 def test_processor_without_sampling_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:

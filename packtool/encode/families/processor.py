@@ -202,7 +202,9 @@ class ProcessorVideos:
         """
         import torch
 
-        frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
+        # VideoLLaMA 3 counts tokens by the values of a tensor, also without compression.
+        device = "cpu" if hasattr(self._processor.video_processor, "use_token_compression") else "meta"
+        frames = torch.zeros(len(indices), 3, height, width, dtype=torch.uint8, device=device)
         if content is not None:
             from packtool.media.video import load_video
 
@@ -293,7 +295,7 @@ class ProcessorFamily(MediaEncoding):
         self._added_tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values()}
         self._special = special_tokens(processor)
         self._process_once = cache(self._process_picture)  # once for each size
-        single_picture, _grid = self._process_once(*_PROBE_SIZE)
+        single_picture, _grid = self._process_once(*_PROBE_SIZE, 1)
         row_form = self._row_form(single_picture)
         self._is_numbered = row_form == "numbered"
         self._cuts_single_pictures = "batch_num_images" in family.processor_inputs
@@ -333,7 +335,7 @@ class ProcessorFamily(MediaEncoding):
         if not self._family.video_outputs:
             return ProcessorVideos(self._processor, self._pad)
         pad = str(self._processor.video_token)
-        if pad not in self._added_tokens or pad != self._pads.get("video", pad):
+        if pad not in self._added_tokens or pad != self._pads.get("video"):
             return None
         return ProcessorVideos(self._processor, pad, [pad], self._patch_side)
 
@@ -352,7 +354,7 @@ class ProcessorFamily(MediaEncoding):
         refuse_row_limits(ref)
         height, width = measure_image(ref)
         try:
-            segments, grid = self._process_once(height, width)
+            segments, grid = self._process_once(height, width, 1)
         except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
             detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
             raise MediaProblem("media_size", detail) from error
@@ -379,7 +381,7 @@ class ProcessorFamily(MediaEncoding):
         return _numbered(segments, number) if self._is_numbered else segments
 
     def _process_picture(
-        self, height: int, width: int, num_pictures: int = 1
+        self, height: int, width: int, num_pictures: int
     ) -> tuple[list[MediaSegment], tuple[int, ...]]:
         """Return the tokens of a picture of this size in a row, and its grid (``EncodedImage.grid``)."""
         (segments, *_), outputs = self._process([(height, width)] * num_pictures)
