@@ -472,6 +472,11 @@ def test_trace_with_blank_images_equals_the_forward_pass(world_of: Callable[[str
         large_processed(spec, 1, 0)
 
 
+def test_trace_of_more_pictures_than_half_of_the_tokens(world_of: Callable[[str], World]) -> None:
+    batch = traced_batch(world_of("mllama").spec, RankTokens(computed=21, vision=15), Axes())
+    assert batch.media["cross_attention_mask"].shape[:3] == (1, 21, 15)
+
+
 @pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith("minicpm") and name not in ACROSS])
 def test_questions_about_one_image_share_a_prefix(world_of: Callable[[str], World], name: str) -> None:
     """It is looked at once, and every row has its own logits, and its part of the gradients."""

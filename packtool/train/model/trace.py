@@ -200,9 +200,9 @@ def _traced_pictures(
     if not num_placeholders:
         return None
     if spec.family.cross_attention:  # each in a sample of its own, after a token of text
-        samples = [part.tolist() for part in torch.zeros_like(input_ids[0]).tensor_split(num_placeholders)]
-        for sample in samples:
-            sample[1:2] = [spec.pad_ids["image"]]
+        num_samples = min(num_placeholders, input_ids.shape[1] // 2)
+        parts = torch.zeros_like(input_ids[0]).tensor_split(num_samples)
+        samples = [[0, spec.pad_ids["image"], *part[2:].tolist()] for part in parts]
         return add_cross_mask([filler_document(sample) for sample in samples], media, spec)
     size, _ = blank_processed(spec)
     spans = [(start, min(start + size, num_placeholders)) for start in range(0, num_placeholders, size)]
