@@ -182,8 +182,7 @@ def encode_rows(
     """
     rows = losses.stream.select(["source", "row", "sample", "tokens", "target_tokens"]).take(numbers).to_pylist()
     numbers_by_key = dict(zip((tuple(row.values()) for row in rows), numbers.tolist(), strict=True))
-    config = _config_of(losses.run)
-    config = dataclasses.replace(config, model=model or config.model)
+    config = _config_of(losses.run, model)
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     export_config = config.export_config(output_dir="", max_length=length_of_rows(config, files))
     spec = export_config.encode_spec
@@ -216,13 +215,13 @@ def _encode_files(
     return dict(sorted(samples.items()))
 
 
-def _config_of(run: str) -> TrainConfig:
-    """Return the options of a run in its newest checkpoint."""
+def _config_of(run: str, model: str | None) -> TrainConfig:
+    """Return the options of a run in its newest checkpoint, with another ``model`` unless it is None."""
     options = next((read_options(checkpoint) for checkpoint in finished_checkpoints(run)[-1:]), None)
     if options is None:
         problem = f"{run} has no checkpoint with the options of the run, so rows cannot be encoded again"
         raise MismatchError(problem, "--losses alone, or --export-losses FILE, names file and row of each sample.")
-    return train_config_of(options, "of another version")
+    return train_config_of(options | ({"model": model} if model else {}), "of another version")
 
 
 def _find_files(config: ExportConfig, problems: list[str]) -> Iterator[SourceSpec]:

@@ -196,8 +196,7 @@ class Pages:
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:
         self._config, self._policy = config, policy_for_cache(config)
         self._losses = RunLosses(config.directory) if config.shows_losses else None
-        self.notes: list[str] = []
-        self.num_left_out = 0
+        self.notes, self.num_left_out = list[str](), 0
         reader = self._losses.reader if self._losses else CacheReader.open([config.directory], config.split)
         self._sample_at: Callable[[int], EncodedSample]
         if reader is None:
