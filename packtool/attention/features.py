@@ -56,7 +56,7 @@ def set_feature_ranks(model: nn.Module, parallel: SequenceParallel | None) -> No
 
 @contextmanager
 def original_features(model: nn.Module) -> Iterator[None]:
-    """Let the model compute and merge its features as transformers alone would, inside the context."""
+    """Let the model compute and merge its features as in transformers inside the context, except ``VIDEO_INPUTS``."""
     hooks = [
         getattr(module, _HOOKS_ATTRIBUTE) for module in _modules_with_towers(model) if hasattr(module, _HOOKS_ATTRIBUTE)
     ]

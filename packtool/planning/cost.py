@@ -143,9 +143,13 @@ class CostModel:
         ``vision_tokens`` are ``padded_tokens``, ``patch_squares`` is the sum over frames of (patches of the frame)^2,
         and ``audio_tokens`` include those of videos.
         """
-        patch_squares = np.where(patch_squares == 0, vision_tokens * self.squares_per_token, patch_squares)
-        cost: Costs = vision_tokens * self.per_vision_token + patch_squares * self.per_patch_square
+        squares = self.squares_of(vision_tokens, patch_squares)
+        cost: Costs = vision_tokens * self.per_vision_token + squares * self.per_patch_square
         return cost + np.asarray(audio_tokens) * self.per_audio_token
+
+    def squares_of(self, vision_tokens: npt.NDArray[Any], patch_squares: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return ``patch_squares``, estimated for media without them."""
+        return np.where(patch_squares == 0, vision_tokens * self.squares_per_token, patch_squares)
 
     @classmethod
     def of_8b(cls) -> CostModel:

@@ -297,7 +297,7 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
         if "image_position_ids" not in family.processor_inputs:
             return patches
         merge = patches.num_patches
-        return patches._replace(squares_per_token=_PADDED_FRAME_TOKENS * merge**2, padded_merge=merge)
+        return patches._replace(squares_per_token=float(_PADDED_FRAME_TOKENS * merge**2), padded_merge=merge)
     num_tokens = int(config.get("mm_tokens_per_image") or 0)
     if not family.processor_inputs:
         num_tokens = num_tokens or int(config.get("image_seq_length") or 0)

@@ -76,7 +76,8 @@ def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, 
     ``num_ranks`` is 1 if their number is not known yet. If the model is ``trained``, it must have no attention dropout.
     """
     text = text_config_of(config)
-    if reason := family_of(config).unshared or (IN_CHUNKS if text.get("attention_chunk_size") else ""):
+    depends_on_position = text.get("attention_chunk_size") or text.get("attn_temperature_tuning")
+    if reason := family_of(config).unshared or (IN_CHUNKS if depends_on_position else ""):
         raise UnsupportedModelError(
             f"--sequence-parallel-size: in a {config.get('model_type')} model, {reason}, which sequences that several "
             "processes share cannot",

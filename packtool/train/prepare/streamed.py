@@ -305,6 +305,7 @@ class StreamedSteps(Steps):
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
         vision_tokens = amounts.media_tokens - amounts.audio_tokens
         cost = self._costs.without_recomputation
+        padded_tokens = cost.padded_tokens(vision_tokens, amounts.patch_squares, amounts.picture_squares)
         counts = {
             "packs": len(packs),
             "samples": len(lengths),
@@ -313,8 +314,8 @@ class StreamedSteps(Steps):
             # In all other counts, a shared prefix counts for only one sample.
             "tokens": (lengths - amounts.shared_tokens).sum(),
             "logits": amounts.targets.sum(),
-            "vision_tokens": cost.padded_tokens(vision_tokens, amounts.patch_squares, amounts.picture_squares).sum(),
-            "patch_squares": amounts.patch_squares.sum(),
+            "vision_tokens": padded_tokens.sum(),
+            "patch_squares": cost.squares_of(padded_tokens, amounts.patch_squares).sum(),
             "audio_tokens": amounts.audio_tokens.sum(),
             **self._attention_counts(packs, lengths, amounts.shared_tokens),
             "ranks_with_more": 0 if is_last else 1,
