@@ -148,7 +148,7 @@ class CostModel:
         return cost + np.asarray(audio_tokens) * self.per_audio_token
 
     def squares_of(self, vision_tokens: npt.NDArray[Any], patch_squares: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return ``patch_squares``, estimated for media without them, in the same shape."""
+        """Return ``patch_squares``, estimated for media without them, of any shape."""
         return np.where(patch_squares == 0, vision_tokens * self.squares_per_token, patch_squares)
 
     @classmethod
