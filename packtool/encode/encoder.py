@@ -36,7 +36,7 @@ from packtool.encode.media_spans import (
     join_tokens,
 )
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.prepared import PreparedRows, match_images
+from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, join_results
 from packtool.encode.targets import LocatedTurn, TurnChunks, TurnFinder, infer_turn_finder, is_trained, locate_texts
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
@@ -166,9 +166,9 @@ class Encoder:
             kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()
         }
         if len(sample.images) > 1:
-            uncut = self._media.together(media["image"])
-            pad = tokens.pads.get("image", -1)
-            media["image"] = uncut if sample.tokens is None else match_images(sample.tokens, media["image"], uncut, pad)
+            images, media["image"] = media["image"], self._media.together(media["image"])
+            if sample.tokens is not None:
+                media["image"] = self._prepared_rows.match_images(sample.tokens, images, media["image"])
         return media
 
     def _render_or_drop(self, sample: Sample) -> _Rendered | Dropped:
@@ -291,7 +291,11 @@ class Encoder:
     def _video_template(self) -> tuple[ChatTemplate, TurnFinder]:
         """The processor's chat template for rows with videos, and its turn finder."""
         template = ChatTemplate(self._media.video_template, {}, self._media.content_as_list)
-        return template, TurnFinder.infer(template, self._vocabulary)
+        try:
+            return template, TurnFinder.infer(template, self._vocabulary)
+        except ConfigError as error:
+            detail = f"with the processor's chat template for videos: {error.message}"
+            raise RowProblem("template_refused", detail) from error
 
     def _make_row_template(
         self, template: ChatTemplate, kwargs: Mapping[str, Any], kwargs_json: str

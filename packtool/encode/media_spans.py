@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -323,26 +322,30 @@ def _is_frame_by_text(sample: EncodedSample, is_pad: npt.NDArray[np.bool_]) -> n
 
 def _find_frames(sample: EncodedSample, lengths: list[int], next_tokens: list[bytes]) -> tuple[bool, ...] | None:
     """Return whether each run of placeholder tokens is a frame; None if the sample's media do not match the runs."""
-
-    @cache
-    def find_from(first: int, num_images: int, num_videos: int) -> tuple[bool, ...] | None:
-        """Return the result for the runs from the ``first``, which follow some pictures and videos."""
+    visited: set[tuple[int, int, int]] = set()
+    # Numbers of runs, pictures and videos so far, and whether each of these runs is a frame.
+    stack: list[tuple[tuple[int, int, int], tuple[bool, ...]]] = [((0, 0, 0), ())]
+    while stack:
+        counts, is_frame = stack.pop()
+        if counts == (len(lengths), len(sample.images), len(sample.videos)):
+            return is_frame
+        if counts in visited:
+            continue
+        visited.add(counts)
+        first, num_images, num_videos = counts
         options: list[tuple[int, EncodedImage | EncodedVideo, tuple[int, int]]] = []  # runs, medium, counts after it
-        if num_images < len(sample.images):
-            options.append((1, sample.images[num_images], (num_images + 1, num_videos)))
         if num_videos < len(sample.videos):
             video = sample.videos[num_videos]
             options.append((len(video.indices), video, (num_images, num_videos + 1)))
-        for num_runs, medium, counts in options:
+        if num_images < len(sample.images):  # the last option is tried first
+            options.append((1, sample.images[num_images], (num_images + 1, num_videos)))
+        for num_runs, medium, media_counts in options:
             last = first + num_runs - 1
             has_lengths = lengths[first : last + 1] == [medium.num_tokens // num_runs] * num_runs
             if has_lengths and len(set(next_tokens[first:last])) <= 1:
-                others = find_from(last + 1, *counts)
-                if others is not None:
-                    return (isinstance(medium, EncodedVideo),) * num_runs + others
-        return None if options or first < len(lengths) else ()
-
-    return find_from(0, 0, 0)
+                is_video = isinstance(medium, EncodedVideo)
+                stack.append(((last + 1, *media_counts), is_frame + (is_video,) * num_runs))
+    return None
 
 
 def _with_tracks(spans: Sequence[MediumSpan]) -> list[MediumSpan]:

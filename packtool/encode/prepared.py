@@ -58,6 +58,22 @@ class PreparedRows:
             for (start, stop), channel in zip(pairwise(borders), channels, strict=True)
         ]
 
+    def match_images(self, tokens: PreparedTokens, images: Sequence[Medium], uncut: Sequence[Medium]) -> list[Medium]:
+        """Return the pictures of a pack, ``uncut`` where several belong to one sample by its placeholder tokens.
+
+        ``images`` and ``uncut`` are the same pictures, measured alone and with others in a sample.
+        """
+        matched: list[Medium] = []
+        for ids in np.split(tokens.ids, tokens.starts[1:]):
+            num_pads = int((ids == self._tokens.pads.get("image", -1)).sum())
+            if num_pads in [image.num_tokens for image in images[len(matched) :][:1]]:
+                matched.append(images[len(matched)])
+                continue
+            while num_pads > 0 and len(matched) < len(uncut):
+                matched.append(uncut[len(matched)])
+                num_pads -= matched[-1].num_tokens
+        return [*matched, *uncut[len(matched) :]]
+
     def _loss_base(self, sample: Sample) -> Base:
         """Return the base of a row's loss scale; raise RowProblem for rules, which need the text of answers."""
         loss_scale = sample.loss_scale or self._spec.loss_scale
@@ -179,23 +195,6 @@ class PreparedRows:
                 break
             end = num_tokens = end + segment.length
         return num_tokens
-
-
-def match_images(tokens: PreparedTokens, images: Sequence[Medium], uncut: Sequence[Medium], pad: int) -> list[Medium]:
-    """Return the pictures of a pack, ``uncut`` where several belong to one sample by its placeholder tokens.
-
-    ``images`` and ``uncut`` are the same pictures, measured alone and with others in a sample.
-    """
-    matched: list[Medium] = []
-    for ids in np.split(tokens.ids, tokens.starts[1:]):
-        num_pads = int((ids == pad).sum())
-        if num_pads in [image.num_tokens for image in images[len(matched) :][:1]]:
-            matched.append(images[len(matched)])
-            continue
-        while num_pads > 0 and len(matched) < len(uncut):
-            matched.append(uncut[len(matched)])
-            num_pads -= matched[-1].num_tokens
-    return [*matched, *uncut[len(matched) :]]
 
 
 def _sample_of(ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> EncodedSample:

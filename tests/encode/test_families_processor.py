@@ -120,6 +120,25 @@ def test_packed_tokenized_rows_have_cut_and_uncut_pictures(tmp_path: Path, drawn
     assert [[image.is_uncut for image in sample.images] for sample in result] == [[False], [True, True], [], [False]]
 
 
+def test_error_for_an_uncut_picture_drops_its_row(
+    tmp_path: Path, drawn_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder: Any = encoder_for(model_of("llava_onevision", drawn_data, tmp_path)[0])
+    process = encoder._media._process
+
+    def refuse_two(sizes: list[tuple[int, int]]) -> Any:
+        if len(sizes) == 2:
+            raise RuntimeError("no two pictures")
+        return process(sizes)
+
+    monkeypatch.setattr(encoder._media, "_process", refuse_two)
+    path = str(tmp_path / "a.png")
+    Image.new("RGB", (11, 7)).save(path)
+    (dropped,) = encoder.encode([row([("user", "<image><image>"), ("assistant", "!")], [path] * 2)])
+    assert isinstance(dropped, Dropped)
+    assert (dropped.reason, dropped.detail) == ("media_size", f"{path}: the processor refuses 11x7: no two pictures")
+
+
 def test_image_exceeding_processor_memory_drops_its_row(
     family_processor: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
-from packtool.encode.encoded import EncodedVideo
+from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import family_of
 from packtool.encode.families.processor import ProcessorVideos
 from packtool.encode.families.qwen_vl import clip_frames
-from packtool.encode.media_spans import media_spans, visual_media
+from packtool.encode.media_spans import MediaTokens, media_spans, visual_media
 from packtool.media.files import MediaProblem
 from packtool.media.video import VideoSize, load_video, measure_video
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
@@ -367,6 +367,46 @@ def test_videos_without_token_compression_are_not_decoded(
     assert video.num_tokens == np.prod(video.grid) // 4 > 0
     pad = json.loads((other / "config.json").read_text())["video_token_id"]
     assert int((sample.input_ids == pad).sum()) == video.num_tokens
+
+
+def test_results_are_kept_for_videos_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of videos in rows would keep the videos' bytes."""
+    processor = ASKED["video_llama_3"][1]
+    encoding = ProcessorVideos(processor, pad_of("video_llama_3", processor))
+    size = VideoSize(28, 28, 4, 1.0, has_sound=False)
+    loaded: list[str | None] = []
+
+    def load(path: str | None, *_: object) -> np.ndarray[Any, Any]:
+        loaded.append(path)
+        return np.zeros((4, 28, 28, 3), np.uint8)
+
+    monkeypatch.setattr("packtool.media.video.measure_video", lambda ref: size)
+    monkeypatch.setattr("packtool.media.video.load_video", load)
+    for make_ref, num_loaded in ((lambda n: MediaRef(f"{n}.mp4"), 20), (lambda n: MediaRef(None, bytes([n])), 21)):
+        loaded.clear()
+        for number in (*range(20), 0):
+            encoding.measure(make_ref(number))
+        assert len(loaded) == num_loaded
+
+
+def test_unusable_template_for_videos_drops_the_row(directory_of: Callable[[str], Path], clips: list[MediaRef]) -> None:
+    encoder = encoder_for(directory_of("smolvlm"))
+    encoder._media.video_template = "{{ messages | length }}"
+    (dropped,) = encoder.encode([film("<video>", clips[0])])
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "template_refused"
+    assert "chat template for videos" in dropped.detail
+
+
+def test_order_of_thousands_of_pictures_and_a_video() -> None:
+    image = EncodedImage("a.png", None, 8, 8, grid=(1, 1, 1), num_tokens=1)
+    video = EncodedVideo("a.mp4", None, (), 8, 8, 2, 1.0, (0, 1), (), 1.0, num_tokens=4)
+    ids = np.array([7, 1] * 3000 + [7, 7, 1] * 2, np.int32)
+    none = np.zeros(0, np.int32)
+    sample = EncodedSample(ids, ids, none, (image,) * 3000, None, "", 0, videos=(video,))
+    spans = media_spans(sample, MediaTokens({"image": 7, "video": 7}))
+    assert [span.medium for span in spans] == [*sample.images, video]
+    assert (spans[-1].start, spans[-1].stop) == (6000, 6005)
 
 
 def test_processor_without_sampling_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:

@@ -74,6 +74,7 @@ SLOWER = "each worker loads transformers' processor, which determines the tokens
 
 _MAX_REMEMBERED = 16  # the segments of a video are needed soon after it is measured
 _MAX_REMEMBERED_TEXTS = 20_000  # more than measured media that an encoder remembers
+_Tokens = tuple[list[MediaSegment], tuple[int, ...]]  # of a medium, and its grid
 _File = tuple[str | None, bytes | None]  # path, or content
 
 
@@ -91,8 +92,8 @@ class ProcessorVideos:
         self._special = special_tokens(processor, marks)
         # VideoLLaMA 3 leaves out tokens of regions that do not change from one frame to the next.
         self._depends_on_pixels = bool(getattr(processor.video_processor, "use_token_compression", False))
-        max_remembered = _MAX_REMEMBERED_TEXTS if self._depends_on_pixels else _MAX_REMEMBERED
-        self._process_once = lru_cache(maxsize=max_remembered)(self._process)
+        self._remembered = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
+        self._remembered_files = lru_cache(maxsize=_MAX_REMEMBERED_TEXTS)(self._process)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -121,7 +122,7 @@ class ProcessorVideos:
             sampled = self._frame_indices(ref, num_frames, size.fps, row_fps)  # among the frames of the clip
             indices = tuple(first_frame + index for index in sampled)
             content = self._content(ref, [(frame.path, frame.data) for frame in ref.frames], ref.policy)
-            segments, grid = self._process_once(size.height, size.width, num_frames, size.fps, indices, content)
+            segments, grid = self._process_once(content, size.height, size.width, num_frames, size.fps, indices)
         except MediaError as error:
             raise MediaProblem("media_unreadable", f"{label(ref)}: {error.message}") from error
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
@@ -168,7 +169,7 @@ class ProcessorVideos:
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
         content = self._content(video, video.frames, MediaPolicy())
-        segments, _ = self._process_once(video.height, video.width, video.num_frames, video.fps, video.indices, content)
+        segments, _ = self._process_once(content, video.height, video.width, video.num_frames, video.fps, video.indices)
         return segments
 
     def _content(self, video: MediaRef | EncodedVideo, frames: Sequence[_File], policy: MediaPolicy) -> MediaRef | None:
@@ -187,15 +188,14 @@ class ProcessorVideos:
         indices = video_processor.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
         return tuple(int(index) for index in indices)
 
+    def _process_once(self, content: MediaRef | None, *sampling: Any) -> _Tokens:
+        """Return ``_process`` of a video; many results are kept for videos in files, few for bytes in rows."""
+        is_in_files = content is not None and not any(ref.data for ref in (content, *content.frames))
+        return (self._remembered_files if is_in_files else self._remembered)(content, *sampling)
+
     def _process(
-        self,
-        height: int,
-        width: int,
-        num_frames: int,
-        fps: float,
-        indices: tuple[int, ...],
-        content: MediaRef | None,
-    ) -> tuple[list[MediaSegment], tuple[int, ...]]:
+        self, content: MediaRef | None, height: int, width: int, num_frames: int, fps: float, indices: tuple[int, ...]
+    ) -> _Tokens:
         """Return the tokens of a video with these sampled frames, and its grid in patches; () if it has none.
 
         ``content``: the video, if its tokens depend on its pixels.
@@ -353,15 +353,20 @@ class ProcessorFamily(MediaEncoding):
 
         refuse_row_limits(ref)
         height, width = measure_image(ref)
-        try:
-            segments, grid = self._process_once(height, width, 1)
-        except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
-            detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
-            raise MediaProblem("media_size", detail) from error
+        segments, grid = self._process_size(ref, height, width, 1)
         counts = _token_counts(segments)
         # If config.json names no placeholder token, it is the most frequent control token.
         num_tokens = counts[self._pad] if self._pad is not None else max(counts.values(), default=0)
         return EncodedImage(ref.path, ref.data, height, width, grid=grid, num_tokens=num_tokens)
+
+    def _process_size(self, ref: MediaRef | EncodedImage, height: int, width: int, num_pictures: int) -> _Tokens:
+        """Return ``_process_picture`` of a size; MediaProblem if the processor cannot process it."""
+        try:
+            return self._process_once(height, width, num_pictures)
+        except (ValueError, IndexError, ZeroDivisionError, MemoryError, RuntimeError) as error:
+            name = label(MediaRef(ref.path, ref.data))
+            detail = f"{name}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
+            raise MediaProblem("media_size", detail) from error
 
     def together(self, images: list[Medium]) -> list[Medium]:
         if not self._cuts_single_pictures:
@@ -377,12 +382,10 @@ class ProcessorFamily(MediaEncoding):
         else:
             assert isinstance(medium, EncodedImage), "nothing else is measured"
             is_uncut = self._cuts_single_pictures and medium.is_uncut
-            segments = self._process_once(medium.height, medium.width, 2 if is_uncut else 1)[0]
+            segments, _ = self._process_size(medium, medium.height, medium.width, 2 if is_uncut else 1)
         return _numbered(segments, number) if self._is_numbered else segments
 
-    def _process_picture(
-        self, height: int, width: int, num_pictures: int
-    ) -> tuple[list[MediaSegment], tuple[int, ...]]:
+    def _process_picture(self, height: int, width: int, num_pictures: int) -> _Tokens:
         """Return the tokens of a picture of this size in a row, and its grid (``EncodedImage.grid``)."""
         (segments, *_), outputs = self._process([(height, width)] * num_pictures)
         return segments, _tower_grid(outputs, self._patch_side) if self._family.processor_inputs else ()
