@@ -167,7 +167,7 @@ def test_another_revision_of_a_model_is_not_replaced_by_the_main_one(
 ) -> None:
     assert not any(key in problem for problem in translated(tool, values | {key: "main"}).problems)
     (problem,) = (problem for problem in translated(tool, values | {key: "6299b5a"}).problems if key in problem)
-    assert "--revision" in problem
+    assert "download this revision" in problem
 
 
 def test_ms_swift_towers_in_full_beside_adapters() -> None:

@@ -196,8 +196,10 @@ def test_family_records_match_the_classes_of_transformers(model_type: str) -> No
     text, family = config.get_text_config(), family_of({"model_type": model_type})
     if getattr(config, "image_token_id", 0) is None:  # which every model of it names
         config.image_token_id = 1
+    if model_type.startswith("minicpm"):  # the same
+        config.video_token_id = 2
     assert family.title
-    assert family.refused or _is_shared(config.to_dict()) != bool(family.whole_pictures)
+    assert family.refused or _is_shared(config.to_dict()) != bool(family.whole_pictures or family.unshared)
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     towers = tower_prefixes(model, config.model_type)
@@ -206,4 +208,5 @@ def test_family_records_match_the_classes_of_transformers(model_type: str) -> No
     assert InputSpec("", config, MediaLimits()).pad_ids.keys() == set(family.kinds)
     assert (text.model_type in family.recurrent_types) == bool(recurrent_layers(model))
     install_tower_hooks(model)
-    assert any(hasattr(module, "_packtool_towers") for module in model.modules()) == bool(family.kinds)
+    has_hooks = any(hasattr(module, "_packtool_towers") for module in model.modules())
+    assert has_hooks == (bool(family.kinds) and not family.cross_attention)

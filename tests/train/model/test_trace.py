@@ -107,7 +107,8 @@ def test_shared_sequences_are_traced(tmp_path: Path) -> None:
         if recomputes == "False":
             assert traced.kept == pytest.approx(heaviest["saved"], rel=0.01), key
         peaks[key] = traced.peak
-    assert len(set(peaks.values())) == len(peaks), "no way is another one's"
+    for recomputes in (False, True):
+        assert peaks[f"ulysses {recomputes}"] > peaks[f"ring {recomputes}"], "the trace runs the exchanges of each way"
     # Gated delta nets, of which each rank has some heads and all tokens. Where these lie is told by integers that come
     # from numpy, which only the trace counts.
     integers = 4 * 8 * 192
