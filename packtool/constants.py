@@ -47,3 +47,6 @@ MIN_PROMPT = 512
 
 CHUNK_LOGITS = 2**26
 """Logits computed at a time, 256 MiB in float32; if a micro-batch has more, the backward pass computes them again."""
+
+CUT_PICTURE, UNCUT_PICTURE, TILE_VIDEO = range(3)
+"""Forms of a medium of LLaVA-OneVision, which decide how the features of its tiles are joined."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from packtool.attention.parallel.mesh import exchange_features
 from packtool.batch.tower_inputs import VIDEO_INPUTS, TowerInputs
+from packtool.constants import CUT_PICTURE, UNCUT_PICTURE
 from packtool.encode.families import family_of
 from packtool.rows.sample import MediaKind
 
@@ -215,34 +216,39 @@ def _tile_features(module: Any, media: Mapping[str, Tensor], tiles: Tensor) -> T
 
     The model takes frames as pictures that are not cut into tiles; their features are then pooled.
     """
-    counts, forms = (column.tolist() for column in tiles.unbind(1))  # form 0: cut, 1: whole, 2: video
+    counts, forms = (column.tolist() for column in tiles.unbind(1))
     parts = list(zip(torch.split(media["pixel_values"], counts), forms, strict=True))
-    cut = [part for part, form in parts if form == 0]
-    uncut = [part for part, form in parts if form != 0]
-    if sum(map(len, uncut)) == 1:  # the model would cut a picture that is alone
-        uncut *= 2
-    num_uncut = sum(map(len, uncut))
+    cut_pictures = [part for part, form in parts if form == CUT_PICTURE]
+    uncut_parts = [part for part, form in parts if form != CUT_PICTURE]
+    if sum(map(len, uncut_parts)) == 1:  # the model would cut a picture that is alone
+        uncut_parts *= 2
+    num_uncut = sum(map(len, uncut_parts))
     sizes = F.pad(media["image_sizes"], (0, 0, 0, num_uncut))  # those of other media are not used
-    num_images = [1] * len(cut) + [num_uncut]  # in each row
-    output = module.get_image_features(torch.cat([*cut, *uncut]), sizes, batch_num_images=num_images, return_dict=True)
-    cut_features, uncut_features = iter(output.pooler_output[: len(cut)]), iter(output.pooler_output[len(cut) :])
+    num_images = [1] * len(cut_pictures) + [num_uncut]  # in each row
+    pixels = torch.cat([*cut_pictures, *uncut_parts])
+    output = module.get_image_features(pixels, sizes, batch_num_images=num_images, return_dict=True)
+    features = output.pooler_output
+    cut_features, uncut_features = iter(features[: len(cut_pictures)]), iter(features[len(cut_pictures) :])
     media_tiles = zip(counts, forms, strict=True)
     return torch.cat([*_features_in_order(module, media_tiles, cut_features, uncut_features)])
 
 
 def _features_in_order(
-    module: Any, media_tiles: Iterable[tuple[int, int]], cut: Iterator[Tensor], uncut: Iterator[Tensor]
+    module: Any,
+    media_tiles: Iterable[tuple[int, int]],
+    cut_features: Iterator[Tensor],
+    uncut_features: Iterator[Tensor],
 ) -> Iterator[Tensor]:
     """Yield the features of media (tiles, form) in order, from those of cut pictures and of other tiles."""
     for count, form in media_tiles:
-        if form == 0:
-            yield next(cut)
+        if form == CUT_PICTURE:
+            yield next(cut_features)
             continue
-        of_tiles = torch.stack(list(islice(uncut, count)))  # (tiles, patches + 1, D), the newline last
-        if form == 1:
-            yield of_tiles[0]
+        tile_features = torch.stack(list(islice(uncut_features, count)))  # (tiles, patches + 1, D), the newline last
+        if form == UNCUT_PICTURE:
+            yield tile_features[0]
         else:
-            yield from (module.apply_pooling(of_tiles[:, :-1]).flatten(0, 1), of_tiles[0, -1:])
+            yield from (module.apply_pooling(tile_features[:, :-1]).flatten(0, 1), tile_features[0, -1:])
 
 
 def _audio_features(module: Any, inputs: TowerInputs, features: Tensor) -> Tensor:

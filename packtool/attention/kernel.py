@@ -152,11 +152,11 @@ class Varlen:
             keys.append(torch.arange(end + first_key, end + num_keys))
             end += num_keys
         device = self.cu_seqlens.device
-        cut = Varlen.of_lengths(query_counts, device)
+        chunks = Varlen.of_lengths(query_counts, device)
         if self.keys is None:
-            return cut, None
-        cut = dataclasses.replace(cut, keys=Varlen.of_lengths(key_counts, device))
-        return cut, torch.cat(keys).to(device=device, non_blocking=True)
+            return chunks, None
+        chunks = dataclasses.replace(chunks, keys=Varlen.of_lengths(key_counts, device))
+        return chunks, torch.cat(keys).to(device=device, non_blocking=True)
 
 
 _QUERY_NAMES = "cu_seq_lens_q", "max_length_q", "document_lengths"

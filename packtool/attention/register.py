@@ -267,7 +267,7 @@ def _boundaries(kwargs: dict[str, Any]) -> Varlen:
 
 
 def _attend_pictures(q: Tensor, k: Tensor, v: Tensor, keys: PictureKeys, attend: Callable[..., Tensor]) -> Tensor:
-    """Return the output (N, Hq, D) of some tokens, which see other keys than those before them."""
+    """Return the output (N, Hq, D) of the queries ``keys.queries`` (N,); each sees the keys of its document."""
     key_boundaries = Varlen(keys.cu_seqlens_k, max(keys.key_lengths), keys.key_lengths)
     pictures = Varlen(keys.cu_seqlens, max(keys.lengths), keys.lengths, causal=False, keys=key_boundaries)
     k, v = GatherTokens.apply(keys.keys, k, v)

@@ -28,6 +28,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 
 from packtool.batch.media_cache import key_of
 from packtool.batch.spec import InputSpec
+from packtool.constants import CUT_PICTURE, TILE_VIDEO, UNCUT_PICTURE
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, media_fields
 from packtool.encode.families.processor import load_processor, process_images, process_video
 from packtool.encode.families.qwen_vl import Bounds, image_bounds, video_bounds
@@ -315,8 +316,8 @@ def _processed_tiles(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[
     """Load inputs of LLaVA-OneVision: a picture that is alone in its row is cut into tiles, others and frames are not.
 
     With media that are not cut, ``pixel_values`` has the tiles (N, C, H, W) of all media in order, ``image_sizes`` the
-    sizes of cut pictures, and ``tiles``, int64 (media, 2), the number of tiles of each medium and its form: 0 for a cut
-    picture, 1 for a whole one, 2 for a video.
+    sizes of cut pictures, and ``tiles``, int64 (media, 2), the number of tiles of each medium and its form, such as
+    ``CUT_PICTURE``.
     """
     media: list[tuple[EncodedImage | EncodedVideo, EncodedSample]] = []
     for sample in samples:
@@ -328,11 +329,12 @@ def _processed_tiles(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[
     sizes = [torch.zeros(0, 2, dtype=torch.int64)]
     for medium, sample in media:
         if isinstance(medium, EncodedVideo):
-            form, inputs = 2, _processed_video(medium, sample, spec)
+            form, inputs = TILE_VIDEO, _processed_video(medium, sample, spec)
         else:
-            form = int(medium.is_uncut)
-            inputs = _processed_images([(medium, sample)], spec, num_copies=1 + form)
-            sizes += [] if form else [inputs["image_sizes"]]
+            form = UNCUT_PICTURE if medium.is_uncut else CUT_PICTURE
+            # The processor cuts a picture that is alone.
+            inputs = _processed_images([(medium, sample)], spec, num_copies=2 if medium.is_uncut else 1)
+            sizes += [] if medium.is_uncut else [inputs["image_sizes"]]
         tiles.append(inputs["pixel_values"][0])
         forms.append(form)
     _check_sizes(tiles, spec)
