@@ -2,13 +2,12 @@
 """Measure how well the losses of samples show wrong answers, and what keeping them costs.
 
     python scripts/bench_sample_losses.py [--rows 2400] [--rounds 3]
-    python scripts/bench_sample_losses.py --rows 0 --realdata DIR --real-rows 5000
-    python scripts/bench_sample_losses.py --rows 0 --realdata DIR --real-file text_gsm8k_test.jsonl
+    python scripts/bench_sample_losses.py --rows 0 --real-model SMOLLM2 --real-file text_gsm8k_test.jsonl
+    python scripts/bench_sample_losses.py --rows 0 --real-model SMOLLM2 --real-file ROWS.jsonl --real-rows 2000
 
 The answers of 2 % of the rows are swapped with those of other rows. Two epochs are trained, and the script prints the
 share of these rows among the 5 % and 10 % of samples with the highest loss in each epoch: for the demo's rows with the
-demo's model, and with ``--realdata`` for real rows with a small model that copies from the context, as pretrained
-models do, and knows nothing else (see ``_copying_model.py``). It has seen none of the rows before.
+demo's model, and for real rows with a pretrained text model. The quoted figures are of SmolLM2-135M-Instruct.
 
 The cost is the CPU time of the steps with and without ``--sample-losses``, in runs that alternate over several rounds.
 """
@@ -39,13 +38,14 @@ from packtool.demo.model import make_model
 from packtool.progress import SilentProgress
 from packtool.train.prepare.sample_losses import losses_by_epoch
 from packtool.train.run import train
-from scripts._copying_model import make_copying_model
 
 SWAPPED, HIGHEST = 0.02, (0.05, 0.1)  # shares of the samples
-REAL_FILE = "text_gpteacher_toolformer.jsonl"  # 7,673 rows
 LENGTH = {"demo": 256, "real": 1024}  # maximum length of samples, and length of packs
-OPTIONS: dict[str, Any] = {"train_type": "full", "freeze_vit": False, "freeze_aligner": False, "weight_decay": 0.0}
-OPTIONS |= {"learning_rate": 1e-3, "verify_packing": False, "logging_steps": 20, "num_train_epochs": 2.0}
+OPTIONS: dict[str, Any] = {"verify_packing": False, "logging_steps": 20, "num_train_epochs": 2.0, "weight_decay": 0.0}
+OPTIONS_OF = {
+    "demo": {"train_type": "full", "freeze_vit": False, "freeze_aligner": False, "learning_rate": 1e-3},
+    "real": {"train_type": "lora", "learning_rate": 2e-4, "gradient_checkpointing": False},
+}
 
 Row = dict[str, Any]
 
@@ -71,13 +71,11 @@ def make_demo(work: Path, num_rows: int) -> tuple[Path, list[Row]]:
     return work / "data", json.loads(dataset.train.read_text())
 
 
-def make_real(work: Path, file: Path, num_rows: int) -> tuple[Path, list[Row]]:
-    """Make a small model that copies, with a part of a real tokenizer, and draw rows of a file."""
-    make_copying_model(file.parent / "tokenizers" / "qwen3-vl", work / "model")
+def draw_rows(file: Path, num_rows: int) -> list[Row]:
+    """Draw rows of a file at random."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     random.Random(0).shuffle(rows)
-    (work / "data").mkdir()
-    return work / "data", rows[:num_rows]
+    return rows[:num_rows]
 
 
 def train_swapped(name: str, work: Path, folder: Path, rows: list[Row]) -> None:
@@ -110,7 +108,7 @@ def config_of(name: str, work: Path, output_dir: Path, **options: Any) -> TrainC
     """Return the settings of a run on a cache of ``train_swapped``."""
     length = {"packing_length": LENGTH[name]}
     paths = {"model": str(work / "model"), "cached_dataset": (str(work / "cache"),), "output_dir": str(output_dir)}
-    return TrainConfig(**OPTIONS | paths | length | options)
+    return TrainConfig(**OPTIONS | OPTIONS_OF[name] | paths | length | options)
 
 
 class StepTimer(SilentProgress):
@@ -144,15 +142,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2400, help="demo rows; 0 for none")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement of the cost; 0 for none")
-    parser.add_argument("--realdata", type=Path, help="folder with real rows, and tokenizers/qwen3-vl")
-    parser.add_argument("--real-file", default=REAL_FILE, help="file with rows in that folder")
-    parser.add_argument("--real-rows", type=int, default=8000, help="at most so many rows are drawn from the file")
+    parser.add_argument("--real-model", type=Path, help="directory of a pretrained text model, for --real-file")
+    parser.add_argument("--real-file", type=Path, help="JSONL file with real rows")
+    parser.add_argument("--real-rows", type=int, default=2000, help="at most so many rows are drawn from the file")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        if options.realdata is not None:
+        if options.real_file is not None:
             work = Path(folder) / "real"
-            work.mkdir()
-            train_swapped("real", work, *make_real(work, options.realdata / options.real_file, options.real_rows))
+            (work / "data").mkdir(parents=True)
+            (work / "model").symlink_to(options.real_model.resolve())
+            train_swapped("real", work, work / "data", draw_rows(options.real_file, options.real_rows))
         if options.rows:
             work = Path(folder) / "demo"
             work.mkdir()

@@ -291,14 +291,18 @@ def _job_function(report: object, function: Callable[[Job], Result]) -> Callable
 _MAX_ATTEMPTS = 16
 
 
-def place_next_fit(lengths: Int32Array, capacity: int, max_samples: int) -> Int64Array:
-    """Fill packs in order, from lengths (N,); return the number of samples in each pack, int64 (K,)."""
+def place_next_fit(lengths: Int32Array, media_tokens: Int32Array | None, limits: PackLimits) -> Int64Array:
+    """Fill packs in order, from lengths and media tokens (N,); return the samples of each pack, int64 (K,)."""
     ends = to_offsets(lengths)[1:].tolist()
-    sizes, start, before = [], 0, 0
+    media_ends = None if media_tokens is None else to_offsets(media_tokens)[1:].tolist()
+    sizes, start, tokens_before, media_before = [], 0, 0, 0
     while start < len(ends):
-        stop = min(bisect_right(ends, before + capacity, start), start + max_samples)
+        stop = min(bisect_right(ends, tokens_before + limits.tokens, start), start + limits.samples)
+        if media_ends is not None:
+            stop = min(stop, bisect_right(media_ends, media_before + limits.media_tokens, start))
+            media_before = media_ends[stop - 1]
         sizes.append(stop - start)
-        start, before = stop, ends[stop - 1]
+        start, tokens_before = stop, ends[stop - 1]
     return np.array(sizes, dtype=np.int64)
 
 
@@ -310,8 +314,8 @@ def place_sequential(
     ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
     samples in pack order, int64 (N,), and the number of samples in each pack, (K,).
     """
-    if look_ahead == 0 and media_tokens is None:
-        return np.arange(len(lengths)), place_next_fit(lengths, limits.tokens, limits.samples)
+    if look_ahead == 0:
+        return np.arange(len(lengths)), place_next_fit(lengths, media_tokens, limits)
     media = [0] * len(lengths) if media_tokens is None else media_tokens.tolist()
     queue = _Queue(lengths.tolist(), media, look_ahead)
     order: list[int] = []

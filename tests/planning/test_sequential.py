@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.planning.budgets import PackLimits
-from packtool.planning.packing import place_next_fit, place_sequential
+from packtool.planning.packing import place_sequential
 from tests.planning.test_packing import lognormal_lengths, next_fit
 
 
@@ -43,23 +43,30 @@ def test_bounded_displacement(
             waiting.remove(sample)
 
 
-@given(parts=st.lists(st.floats(0, 1), max_size=80), max_samples=st.none() | st.integers(1, 5))
-def test_no_look_ahead_equals_next_fit(parts: list[float], max_samples: int | None) -> None:
+@given(
+    parts=st.lists(st.floats(0, 1), max_size=80),
+    max_samples=st.none() | st.integers(1, 5),
+    max_media=st.none() | st.integers(60, 100),
+)
+def test_no_look_ahead_equals_next_fit(parts: list[float], max_samples: int | None, max_media: int | None) -> None:
     lengths = np.array([1 + round(99 * part) for part in parts], dtype=np.int32)
-    sizes = place_next_fit(lengths, 100, max_samples or 100)
+    media = (lengths * 7 % 60).astype(np.int32)
+    order, sizes = place_sequential(
+        lengths, media if max_media else None, PackLimits(100, max_media or 0, max_samples or 100), look_ahead=0
+    )
+    assert order.tolist() == list(range(len(lengths)))
     start = 0
     for size in sizes.tolist():
-        pack = lengths[start : start + size]
-        assert pack.sum() <= 100
-        full = size == max_samples
-        start += size
-        assert start == len(lengths) or full or pack.sum() + lengths[start] > 100
+        stop = start + size
+        tokens, media_tokens = lengths[start:stop].sum(), media[start:stop].sum()
+        assert tokens <= 100
+        assert not max_media or media_tokens <= max_media
+        is_full = size == max_samples or stop == len(lengths) or tokens + lengths[stop] > 100
+        assert is_full or (max_media and media_tokens + media[stop] > max_media)
+        start = stop
     assert start == len(lengths)
-    if max_samples is None:
+    if max_samples is None and max_media is None:
         assert len(sizes) == next_fit(lengths, 100)
-    order, same = place_sequential(lengths, None, PackLimits(100, 0, max_samples or 100), 0)
-    assert order.tolist() == list(range(len(lengths)))
-    assert same.tolist() == sizes.tolist()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from scripts._copying_model import CONFIG, set_copying_heads
+from packtool.demo.model import make_model
 from tests.scripts.loading import load_script
 
 
@@ -27,23 +25,15 @@ def test_shares_are_printed(bench: ModuleType, capsys: pytest.CaptureFixture[str
     assert re.findall(r"^  epoch (\d): \d+% of them among the 5% highest", out, re.MULTILINE) == ["1", "2"]
 
 
-def test_shares_of_real_rows_are_printed(bench: ModuleType, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["--rows", "0", "--realdata", str(data), "--real-rows", "50"])
+def test_shares_of_real_rows_are_printed(
+    bench: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(str(tmp_path / "model"), 0)
+    rows = data / "text_gpteacher_toolformer.jsonl"
+    bench.main(["--rows", "0", "--real-model", str(tmp_path / "model"), "--real-file", str(rows), "--real-rows", "50"])
     out = capsys.readouterr().out
     assert re.match(r"real: 50 samples, 2 with a swapped answer, \d+ steps", out)
     assert re.findall(r"^  epoch (\d): \d+% of them among the 5% highest", out, re.MULTILINE) == ["1", "2"]
-
-
-def test_attention_of_the_model_for_real_rows_copies() -> None:
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=512, **CONFIG))
-    set_copying_heads(model)
-    text = torch.randint(512, (8, 40))
-    tokens = torch.cat([text, text], dim=1)
-    with torch.no_grad():
-        is_predicted = model(input_ids=tokens).logits[:, :-1].argmax(-1) == tokens[:, 1:]
-    assert is_predicted[:, 40:].float().mean() > 0.85
-    assert is_predicted[:, :39].float().mean() < 0.1
 
 
 def test_answers_are_swapped_in_pairs(bench: ModuleType) -> None:
