@@ -204,7 +204,7 @@ def generated() -> dict[Path, str]:
     found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
     found[DOCS / "any-trainer.md"] = with_examples((DOCS / "any-trainer.md").read_text())
     found[DOCS / "codes.md"] = with_codes((DOCS / "codes.md").read_text())
-    found[DOCS / "media.md"] = with_models((DOCS / "media.md").read_text())
+    found[DOCS / "media-models.md"] = with_models((DOCS / "media-models.md").read_text())
     found[DOCS.parent / "packtool" / "library" / "options.pyi"] = option_types()
     return {DOCS / "options.md": options_page(), DOCS / "api.md": api_page(), **found}
 

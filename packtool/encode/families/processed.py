@@ -61,7 +61,7 @@ def _family(
 
 # ``image_newline`` is a trained vector at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
-_POOLED = "the model pools the frames of videos before its projector, in another call than for pictures"
+_POOLED = "this model pools the features of frames, which packtool does not support"
 _IDEFICS: Mapping[str, Any] = {
     "inputs": ("pixel_attention_mask",),
     "vision": "model.vision_model",

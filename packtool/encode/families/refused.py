@@ -30,7 +30,7 @@ _REFUSED_TYPES = {
         "cohere_compass cosmos3_edge cosmos3_omni ernie4_5_vl_moe glmga hunyuan_vl minicpmv4_7 paddleocr_vl"
     ),
     "rotary positions depend on the longest sample of a pack, and its adapters are separate files": "phi4_multimodal",
-    "its processor does not take a list of pictures and the model's placeholder for each": "got_ocr2 qianfan_ocr",
+    "its processor does not accept texts in which one image token marks each picture": "got_ocr2 qianfan_ocr",
     "its vision tower needs timm, with which packed training has not been verified": "fast_vlm perception_lm",
     UNPROVEN: (
         "aria deepseek_ocr2 gemma3n granite4_vision granite_docling kosmos-2 kosmos-2.5 muse_glimmer muse_spark "
