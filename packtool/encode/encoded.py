@@ -23,7 +23,7 @@ class EncodedImage:
         data: the content of its file; None if ``path`` names the file.
         height, width: pixels, after the EXIF orientation is applied.
         grid: (t, h, w) in vision patches, as the model's ``image_grid_thw``. Other families: (n, h, w) of n equal
-            tiles, or (1, h, w) of each tile in turn. Empty in older caches of these.
+            tiles without padding, or (1, h, w) of each tile in turn. Empty in older caches of these.
         num_tokens: number of its placeholder tokens in ``input_ids``.
     """
 

@@ -3,6 +3,7 @@
 A pack costs, with two operations for each multiply-add,
 
     per_token * tokens + per_square * sum(len^2) + per_target_token * targets                        language model
+    + per_cross * sum(len * patches of a tile ^2)                                                    cross-attention
     + per_vision_token * vision tokens + per_patch_square * sum(patches of a frame ^2)               vision tower
     + per_audio_token * audio tokens                                                                 audio tower
 
@@ -68,6 +69,7 @@ class CostModel:
         per_vision_token: of a token of an image or video, in the tower and the aligner; 0 for towers of tiles.
         per_patch_square: of a unit of the sum over frames, or tiles, of (patches of the frame)^2.
         per_audio_token: of a token of a sound, in the tower and the aligner.
+        per_cross: of a unit of a sample's length multiplied by its sum of (patches of a tile)^2, in cross-attention.
         per_window: of a unit of ``window_squares``.
         window: size of attention windows in tokens.
         squares_per_token: estimate of the squares per vision token, for media without them.
@@ -81,6 +83,7 @@ class CostModel:
     per_vision_token: float = 0.0
     per_patch_square: float = 0.0
     per_audio_token: float = 0.0
+    per_cross: float = 0.0
     per_window: float = 0.0
     window: int = 0
     in_chunks: bool = False
@@ -147,6 +150,10 @@ class CostModel:
         cost: Costs = vision_tokens * self.per_vision_token + squares * self.per_patch_square
         return cost + np.asarray(audio_tokens) * self.per_audio_token
 
+    def cross_attention(self, lengths: IntArray, patch_squares: npt.NDArray[Any]) -> Costs:
+        """Compute the FLOPs of cross-attention of samples to all pictures of each, (N,); 0 for most models."""
+        return lengths * (patch_squares * self.per_cross)
+
     def squares_of(self, vision_tokens: npt.NDArray[Any], patch_squares: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return ``patch_squares``, estimated for media without them, of any shape."""
         return np.where(patch_squares == 0, vision_tokens * self.squares_per_token, patch_squares)
@@ -180,6 +187,7 @@ class CostModel:
         audio_aligner = flops(layers.audio_aligner, has_input_gradient=audio.has_output_gradient)
         media_has_gradient = any(part.has_output_gradient for part in (audio, audio_aligner, *mergers))
         language = flops(layers.language, has_input_gradient=media_has_gradient, recomputes=recomputes_language)
+        cross_keys = flops(layers.cross_keys, has_input_gradient=media_has_gradient, recomputes=recomputes_language)
         head_layer = dataclasses.replace(layers.head, layer=0)  # only layers can be recomputed
         head = flops([head_layer], has_input_gradient=language.has_output_gradient, recomputes=recomputes_head)
         per_vision_token, per_patch_square = _vision_flops(vision, mergers, layers.tile_squares)
@@ -187,9 +195,10 @@ class CostModel:
             per_token=language.per_unit,
             per_square=language.per_square,
             per_target_token=head.per_unit,
-            per_vision_token=per_vision_token,
+            per_vision_token=per_vision_token + cross_keys.per_unit,
             per_patch_square=per_patch_square,
             per_audio_token=audio.per_unit + audio_aligner.per_unit,
+            per_cross=language.per_cross,
             per_window=language.per_window,
             window=layers.window,
             in_chunks=layers.in_chunks,
@@ -199,7 +208,7 @@ class CostModel:
 
 
 class _PartFlops(NamedTuple):
-    """FLOPs of a part of a model: for a unit such as a token, a unit of squared lengths, and one of ``window_squares``.
+    """FLOPs of a part of a model, for the units of ``CostModel``.
 
     ``has_output_gradient``: backward computes the gradient of the part's output.
     """
@@ -207,6 +216,7 @@ class _PartFlops(NamedTuple):
     per_unit: float
     per_square: float
     per_window: float
+    per_cross: float
     has_output_gradient: bool
 
 
@@ -228,7 +238,7 @@ def _part_flops(
     # Backward reaches a module if that one, or anything before it, is trained.
     is_reached = list(accumulate(is_trained, operator.or_, initial=has_input_gradient))  # before all, and after each
     recomputed_layers = _recomputed_layers(modules, is_reached[1:], recomputes)
-    per_unit = per_square = per_window = 0.0
+    per_unit = per_square = per_window = per_cross = 0.0
     for module, num_gradients in zip(modules, _num_input_gradients(modules, is_reached[:-1]), strict=True):
         num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
@@ -236,6 +246,7 @@ def _part_flops(
             per_unit += num_passes * module.flops_per_unit
             per_square += num_passes * module.flops_per_square
             per_window += num_passes * module.flops_per_window
+            per_cross += num_passes * module.flops_per_cross
             continue
         weights = training[module.name].weights
         num_passes = num_forward + num_gradients
@@ -243,7 +254,7 @@ def _part_flops(
         per_unit += 2 * module.num_products * (num_passes + num_weight_gradients)  # a multiply-add is two operations
         if weights == "lora":
             per_unit += _adapter_flops(module, lora_rank, num_forward, num_passes)
-    return _PartFlops(per_unit, per_square, per_window, has_output_gradient=is_reached[-1])
+    return _PartFlops(per_unit, per_square, per_window, per_cross, has_output_gradient=is_reached[-1])
 
 
 def _num_input_gradients(modules: Sequence[ModuleCost], is_reached_before: Sequence[bool]) -> Iterator[float]:

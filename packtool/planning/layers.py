@@ -30,8 +30,8 @@ _FORMULA_TYPES = frozenset(
     """
     cohere cohere2 cwm deepseek_v2 deepseek_v3 emu3_text_model ernie4_5 ernie4_5_moe exaone4 gemma gemma2 glm glm4
     glm4_moe glm4_moe_lite gpt_oss granite granitemoe helium hunyuan_v1_dense jetmoe llama minimax_m2 ministral
-    ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-    solar_open
+    ministral3 mistral mixtral mllama_text_model olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe
+    seed_oss smollm3 solar_open
     """.split()  # noqa: SIM905
 )
 _OLD_NAMES = (
@@ -58,6 +58,7 @@ class ModelLayers:
 
     Args:
         language: for each token; ``flops_per_square`` for the square of a sample's length.
+        cross_keys: keys and values of layers with cross-attention, for each picture.
         head: for each token with logits.
         is_tied: the head's weights are those of the embeddings, the first module of ``language``.
         window, in_chunks: as in ``CostModel``; 0 without layers that have windows.
@@ -78,6 +79,7 @@ class ModelLayers:
     in_chunks: bool = False
     vision: tuple[ModuleCost, ...] = ()
     mergers: tuple[tuple[ModuleCost, ...], ...] = ()
+    cross_keys: tuple[ModuleCost, ...] = ()
     tile_squares: int = 0
     squares_per_token: float = 0.0
     padded_merge: int = 0
@@ -90,15 +92,17 @@ class ModelLayers:
         config = thinker_of(config)
         text = language_config(config)
         has_media = bool(config.get("vision_config") or config.get("audio_config"))
-        language = _language_modules(config, "model.language_model" if has_media else "model")
-        audio = tuple(audio_modules(config.get("audio_config") or {}))
+        prefix = "model.language_model" if has_media else "model"
+        language = _language_modules(config, prefix)
         patches = vision_patches(config)
+        audio = tuple(audio_modules(config.get("audio_config") or {}))
         return cls(
             **language._asdict(),
             window=_window(text),
             in_chunks="chunked_attention" in (text.get("layer_types") or ()),
             vision=tuple(vision_modules(config)),
             mergers=merger_modules(config, language.head.inputs),
+            cross_keys=tuple(_cross_key_modules(text, prefix, float(patches.num_tokens))),
             tile_squares=patches.tile_squares,
             squares_per_token=patches.squares_per_token,
             padded_merge=patches.padded_merge,
@@ -110,7 +114,7 @@ class ModelLayers:
     def modules(self) -> tuple[ModuleCost, ...]:
         """All modules in the order of the model's parameters: the norms of a text layer come last in it."""
         mergers = (module for merger in self.mergers for module in merger)
-        language = sorted(self.language, key=_parameter_order)
+        language = sorted((*self.language, *self.cross_keys), key=_parameter_order)
         return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
 
 
@@ -202,7 +206,7 @@ def _language_modules(config: Mapping[str, Any], prefix: str) -> LanguageModules
     hidden = int(text["hidden_size"])
     vocabulary = int(text.get("vocab_size") or 0)
     return LanguageModules(
-        language=tuple(_formula_modules(text, prefix)),
+        language=tuple(_formula_modules(text, prefix, vision_patches(config).features_per_square)),
         head=ModuleCost(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
         is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
     )
@@ -229,7 +233,8 @@ def _with_windows(counted: LanguageModules, text: Mapping[str, Any], prefix: str
     return counted._replace(language=tuple(modules))
 
 
-def _formula_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCost]:
+def _formula_modules(text: Mapping[str, Any], prefix: str, features_per_square: float) -> Iterator[ModuleCost]:
+    """Yield the modules of a language model; ``features_per_square`` is that of ``VisionPatches``."""
     hidden = int(text["hidden_size"])
     module = partial(new_module, f"{prefix}.", part="language model")
     yield module("embed_tokens", int(text.get("vocab_size") or 0), hidden, kind="no_matmul")
@@ -237,6 +242,8 @@ def _formula_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCos
         yield module(f"layers.{i}.input_layernorm", 1, hidden, kind="no_matmul", layer=i)
         if layer_type == _LINEAR_TYPE and text.get("linear_num_value_heads"):
             mixer = _gated_delta_modules(text)
+        elif i in _cross_layers(text):
+            mixer = _cross_modules(text, features_per_square)
         else:
             mixer = _attention_modules(_config_of_layer(text, i, layer_type), layer_type)
         norm: ModuleSettings = ("post_attention_layernorm", {"kind": "no_matmul", "inputs": 1})
@@ -245,6 +252,30 @@ def _formula_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCos
     if width := _layer_input_width(text):
         yield module("per_layer_model_projection", hidden, width * len(_layer_types(text)))
     yield module("norm", 1, hidden, kind="no_matmul")
+
+
+def _cross_layers(text: Mapping[str, Any]) -> Sequence[int]:
+    """Return the numbers of the layers whose tokens attend to features of pictures (Llama 3.2 Vision)."""
+    return text.get("cross_attention_layers") or ()
+
+
+def _cross_modules(text: Mapping[str, Any], features_per_square: float) -> Iterator[ModuleSettings]:
+    """Yield the modules of cross-attention except its keys and values."""
+    widths = attention_widths(text)
+    pair_flops = 2.0 * (widths.queries + widths.outputs)  # of a token and a feature
+    yield "cross_attn.q_proj", {"outputs": widths.queries}
+    yield "cross_attn", {"kind": "attention", "outputs": 0, "flops_per_cross": pair_flops * features_per_square}
+    yield "cross_attn.o_proj", {"inputs": widths.outputs}
+
+
+def _cross_key_modules(text: Mapping[str, Any], prefix: str, num_features: float) -> Iterator[ModuleCost]:
+    """Yield the modules of keys and values of layers with cross-attention; a picture has ``num_features``."""
+    inputs, widths = int(text["hidden_size"]), attention_widths(text)
+    for number, layer in enumerate(_cross_layers(text)):
+        module = partial(new_module, f"{prefix}.layers.{layer}.cross_attn.", part="language model", layer=layer)
+        for name, outputs in (("k_proj", widths.keys), ("v_proj", widths.values)):
+            shares_input = number > 0 or name == "v_proj"  # all read the output of the projector
+            yield module(name, inputs, outputs, uses_per_unit=num_features, shares_input=shares_input)
 
 
 def _config_of_layer(text: Mapping[str, Any], layer: int, layer_type: str) -> dict[str, Any]:

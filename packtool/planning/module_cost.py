@@ -24,6 +24,7 @@ class ModuleCost:
         flops_per_unit: FLOPs of attention for each unit, whatever the length: states, and windows of towers.
         flops_per_square: FLOPs of attention per unit of the sum of squares, halved for causal attention.
         flops_per_window: FLOPs of attention in windows per unit of ``CostModel.window_squares``.
+        flops_per_cross: FLOPs of cross-attention per unit of ``CostModel.per_cross``.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModuleCost:
     flops_per_unit: float = 0.0
     flops_per_square: float = 0.0
     flops_per_window: float = 0.0
+    flops_per_cross: float = 0.0
 
     @property
     def num_products(self) -> float:

@@ -248,6 +248,8 @@ def _merge_side(config: Mapping[str, Any]) -> int:
 class VisionPatches(NamedTuple):
     """Patches of a unit of the vision tower: of a token if pictures keep their shapes, otherwise of a tile.
 
+    With cross-attention, the unit is a picture, which has one token.
+
     Args:
         num_patches: patches of the unit.
         num_positions: the same with the class token of a tile.
@@ -255,6 +257,7 @@ class VisionPatches(NamedTuple):
         positions_per_window: positions of a window of attention; a tile is one window.
         full_layers: layers with attention to full frames; the others attend to windows.
         tile_squares, squares_per_token, padded_merge: as in ``ModelLayers``.
+        features_per_square: features that text attends to by cross-attention, divided by (patches of a tile)^2.
     """
 
     num_patches: int = 1
@@ -265,6 +268,7 @@ class VisionPatches(NamedTuple):
     tile_squares: int = 0
     squares_per_token: float = 0.0
     padded_merge: int = 0
+    features_per_square: float = 0.0
 
     def attention_flops(self, layer: int, hidden: int, share: float) -> dict[str, float]:
         """Return the FLOPs of a layer's attention, by field of ``ModuleCost``, to a ``share`` of the positions."""
@@ -280,16 +284,8 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     if not _tower_width(vision):
         return VisionPatches()
     family = family_of(config)
-    if family.cross_attention:  # positions attend to those of all tiles of a picture; each is projected
-        tiles = _patches_of_tiles(vision, 1, 0)
-        num_positions = -(-(tiles.num_patches + 1) // 8) * 8  # with padding to a multiple of 8
-        max_tiles = int(vision.get("max_num_tiles") or 1)
-        return tiles._replace(
-            num_positions=num_positions,
-            num_tokens=tiles.num_patches + 1,
-            positions_per_window=max_tiles * num_positions,
-            squares_per_token=float(max_tiles * tiles.tile_squares),
-        )
+    if family.cross_attention:
+        return _patches_of_picture(vision)
     has_grids = not {"image_grid_thw", "target_sizes", "image_position_ids"}.isdisjoint(family.processor_inputs)
     has_grids |= bool(family.visual_inputs or vision.get("spatial_merge_size"))
     if has_grids or vision.get("model_type") == _PIXTRAL:
@@ -302,6 +298,21 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     if not family.processor_inputs:
         num_tokens = num_tokens or int(config.get("image_seq_length") or 0)
     return _patches_of_tiles(vision, _merge_side(config), num_tokens)
+
+
+def _patches_of_picture(vision: Mapping[str, Any]) -> VisionPatches:
+    """Return the patches of a picture for a tower whose positions attend to all tiles, also to those of padding."""
+    tile = _patches_of_tiles(vision, 1, 0)
+    num_tiles = int(vision.get("max_num_tiles") or 1)
+    num_features = tile.num_patches + 1  # of a tile, with its class token
+    num_positions = num_tiles * (-(-num_features // 8) * 8)  # each tile is padded to a multiple of 8
+    return VisionPatches(
+        num_patches=num_tiles * tile.num_patches,
+        num_positions=num_positions,
+        num_tokens=num_tiles * num_features,
+        positions_per_window=num_positions,
+        features_per_square=num_features / tile.tile_squares,
+    )
 
 
 def _patches_of_tokens(vision: Mapping[str, Any], merge: int, *, is_legacy: bool) -> VisionPatches:

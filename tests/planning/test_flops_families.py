@@ -15,11 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from packtool.batch.spec import auto_class
-from packtool.config.data import MediaOptions
+from packtool.attention.register import set_attention
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec, auto_class
+from packtool.config.data import EncodeSpec, MediaOptions
 from packtool.config.model import LearningOptions
-from packtool.encode.encoded import EncodedImage, patch_squares
-from packtool.encode.families import FAMILIES, family_of, is_multimodal, media_encoding
+from packtool.encode.encoded import EncodedImage, EncodedSample, patch_squares
+from packtool.encode.encoder import Encoder
+from packtool.encode.families import FAMILIES, MediaLimits, family_of, is_multimodal, media_encoding
 from packtool.encode.families.processor import process_images
 from packtool.encode.model_files import ModelFiles
 from packtool.media.measure import load_image
@@ -27,7 +30,7 @@ from packtool.planning.cost import ALL_WEIGHTS, CostModel
 from packtool.planning.layers import count_language
 from packtool.planning.module_cost import ModuleCost
 from packtool.planning.tower_layers import vision_modules
-from packtool.rows.sample import MediaRef
+from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from scripts._flop_counter import flop_counter
 from tests.encode.other_families import model_of
 from tests.small_texts import COUNTED_TYPES, NOT_COMPARED, TEXT_TYPES, small_text_config
@@ -125,11 +128,14 @@ def _noise(height: int, width: int) -> bytes:
 
 
 def _features(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The features of pictures in the text's width."""
+    """The features of pictures in the text's width, or the keys and values of cross-attention to them."""
     if model.config.model_type == "llama4":
         return model.multi_modal_projector(model.get_image_features(**tensors).last_hidden_state)
     if model.config.model_type == "mllama":
-        return model.model.multi_modal_projector(model.model.vision_model(**tensors).last_hidden_state)
+        states = model.model.multi_modal_projector(model.model.vision_model(**tensors).last_hidden_state)
+        cross_layers = [model.model.language_model.layers[i] for i in model.config.text_config.cross_attention_layers]
+        attentions = [layer.cross_attn for layer in cross_layers]
+        return torch.cat([each(states) for layer in attentions for each in (layer.k_proj, layer.v_proj)])
     return model.model.get_image_features(**tensors).pooler_output
 
 
@@ -194,3 +200,69 @@ def _planned(config: PreTrainedConfig, learning: LearningOptions, *images: Encod
 
 def _without_attention(config: dict[str, Any]) -> list[ModuleCost]:
     return [module for module in vision_modules(config) if module.kind != "attention"]
+
+
+def _encoded(directory: Path, *rows: tuple[str, list[tuple[int, int]]]) -> list[EncodedSample]:
+    """Samples of questions with pictures of these sizes (height, width)."""
+    encoder = Encoder(EncodeSpec(model=str(directory), max_length=10_000), ModelFiles.load(str(directory)))
+    samples = []
+    for number, (question, sizes) in enumerate(rows):
+        pictures = tuple(MediaRef(None, _noise(*size)) for size in sizes)
+        turns = Turn("user", question), Turn("assistant", "so")
+        (encoded,) = encoder.encode([Sample(turns, pictures, "rows.jsonl", number)])
+        assert not isinstance(encoded, Dropped)
+        samples += encoded
+    return samples
+
+
+@pytest.mark.parametrize("learning", [FROZEN, ALL_WEIGHTS])
+def test_cross_attention(learning: LearningOptions, drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Packs, as they are trained, of rows with one picture, with two pictures side by side, and without."""
+    directory, _ = model_of("mllama", drawn_data, tmp_path_factory.getbasetemp() / "flops")
+    spec = InputSpec.load(str(directory), MediaLimits())
+    model = auto_class(spec.config).from_config(spec.config)
+    set_attention(model, impl="sdpa")
+    cost = CostModel.of_config(spec.config.to_dict(), learning)
+    questions = [(f"<image>{'What is it? ' * 30}", [size]) for size in SIZES]
+    questions += [(f"<image><image>{'Which one? ' * 30}", [*SIZES[:2]]), ("Why? " * 30, [])]
+    samples = _encoded(directory, *questions)
+    assert {image.grid[0] for sample in samples for image in sample.images} == {1, 2}  # tiles of pictures
+    for pack in ([samples[0]], samples[1:3], samples[3:], samples):
+        batch = collate_packs(pack, spec)
+        with flop_counter() as counter:
+            logits = model(**batch.model_inputs()).logits
+            cross_attention = _cross_attention(counter)
+            if learning is ALL_WEIGHTS:
+                logits.sum().backward()
+        lengths = np.array([sample.length for sample in pack])
+        planned_cross = cost.cross_attention(lengths, np.array([sample.patch_squares for sample in pack])).sum()
+        num_passes = 1.0 if learning is FROZEN else 3.5
+        assert planned_cross / num_passes == pytest.approx(cross_attention, rel=0.02)
+        tower, tower_attention = _planned(spec.config, learning, *[image for sample in pack for image in sample.images])
+        linear = (cost.per_token + cost.per_target_token) * lengths.sum() + tower
+        # torch counts the square of causal attention
+        attention = 2 * cost.attention(lengths).sum() + planned_cross + tower_attention
+        assert (linear, attention) == pytest.approx(_split(counter), rel=0.02)
+
+
+def test_cross_attention_to_pictures_between_texts_is_an_upper_bound(
+    drawn_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Tokens attend to the last picture before them; the estimate is that they attend to all of their sample."""
+    directory, _ = model_of("mllama", drawn_data, tmp_path_factory.getbasetemp() / "flops")
+    spec = InputSpec.load(str(directory), MediaLimits())
+    model = auto_class(spec.config).from_config(spec.config)
+    set_attention(model, impl="sdpa")
+    text = "What is it? " * 30
+    (sample,) = _encoded(directory, (f"<image>{text}<image>{text}", [SIZES[0], SIZES[1]]))
+    with torch.no_grad(), flop_counter() as counter:
+        model(**collate_packs([sample], spec).model_inputs())
+    cost = CostModel.of_config(spec.config.to_dict(), FROZEN)
+    planned = cost.cross_attention(np.array(sample.length), np.array(sample.patch_squares))
+    assert planned == pytest.approx(len(sample.images) * _cross_attention(counter), rel=0.02)
+
+
+def _cross_attention(counter: FlopCounterMode) -> int:
+    """The counted FLOPs of scores and values of cross-attention."""
+    modules = {name: ops for name, ops in counter.get_flop_counts().items() if name.endswith(".cross_attn")}
+    return sum(count for ops in modules.values() for op, count in ops.items() if "attention" in str(op))

@@ -408,6 +408,8 @@ def _tower_grid(outputs: Mapping[str, Any], patch_side: int) -> tuple[int, ...]:
     if "image_position_ids" in outputs:  # patches of all pictures are padded to one number
         return (1, *outputs["pixel_values"].shape[:2])
     *num_tiles, _, height, width = outputs["pixel_values"].shape  # the axis of channels is left out
+    if "aspect_ratio_mask" in outputs:  # the other tiles are padding
+        num_tiles = [int(outputs["aspect_ratio_mask"].sum())]
     return math.prod(num_tiles), height // patch_side, width // patch_side
 
 

@@ -41,9 +41,10 @@ _MIN_MENTIONED_SAVING = 0.01
 
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
-    """FLOPs of the media of each sample of a cache, and number of its media."""
+    """FLOPs of the media of each sample of a cache, with cross-attention to them, and number of its media."""
     vision_tokens = cost.padded_tokens(index.vision_tokens, index.patch_squares, index.picture_squares)
     flops = cost.towers(vision_tokens, index.patch_squares, index.audio_tokens)
+    flops += cost.cross_attention(index.length, index.patch_squares)
     return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos + index.num_audios)
 
 

@@ -317,6 +317,7 @@ class StreamedSteps(Steps):
             "vision_tokens": padded_tokens.sum(),
             "patch_squares": cost.squares_of(padded_tokens, amounts.patch_squares).sum(),
             "audio_tokens": amounts.audio_tokens.sum(),
+            "attended_pictures": (lengths * amounts.patch_squares).sum() if cost.per_cross else 0,  # by cross-attention
             **self._attention_counts(packs, lengths, amounts.shared_tokens),
             "ranks_with_more": 0 if is_last else 1,
         }
@@ -390,6 +391,7 @@ def _flops_of(cost: CostModel, counts: Mapping[str, int]) -> float:
     arrays = {name: np.array(count) for name, count in counts.items()}
     towers = cost.towers(arrays["vision_tokens"], arrays["patch_squares"], arrays["audio_tokens"])
     attention = cost.attention_of(arrays["attended"], arrays["attended_in_windows"])
+    attention += cost.per_cross * counts["attended_pictures"]
     return float(cost(arrays["tokens"], attention, counts["logits"], towers))
 
 
