@@ -502,6 +502,6 @@ def _node_details(node: Figures) -> str:
     """Return the trained ranges and the media of a node; "" if it has neither."""
     details = list(node["media"])
     if node["trained"]:
-        ranges = " ".join(f"{start}-{end}" for start, end in node["trained"])
+        ranges = " ".join(f"{start}-{end - 1}" if end - start > 1 else f"{start}" for start, end in node["trained"])
         details.insert(0, f"trained {ranges}")
     return "   ".join(details)
