@@ -254,7 +254,7 @@ def ms_swift(options: argparse.Namespace) -> None:
         rows = work / "rows.jsonl"
         with rows.open("w") as file:
             for copy in range(options.copies):
-                (work / f"copy{copy}").symlink_to(options.realdata)
+                (work / f"copy{copy}").symlink_to(options.realdata.resolve())
                 for name in PICTURE_ROWS:
                     for line in (options.realdata / name).read_text().splitlines():
                         row = json.loads(line)

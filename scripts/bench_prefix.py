@@ -233,14 +233,15 @@ def main(arguments: list[str] | None = None) -> None:
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as temporary:
         warnings.simplefilter("ignore")
         work = Path(temporary)
-        world = small_world(work) if options.quick else real_world(options.realdata, work)
+        world = small_world(work) if options.quick else real_world(options.realdata.resolve(), work)
         print(f"CPU ({platform.machine()}, 1 thread), float32, torch {torch.__version__}")
         if "questions" in parts:
             bench_questions(
                 replace(world, pictures=world.pictures[: options.pictures]), work, options.questions, options.rounds
             )
         if "turns" in parts:
-            bench_turns(world, work, None if options.quick else options.realdata, options.conversations, options.rounds)
+            realdata = None if options.quick else options.realdata.resolve()
+            bench_turns(world, work, realdata, options.conversations, options.rounds)
         if "alone" in parts:
             bench_alone(world, work, options.rounds)
         if "planning" in parts:
