@@ -11,7 +11,8 @@ from _picture import Word, svg_picture
 
 from packtool.config.packing import PackOptions
 from packtool.planning.packing import pack
-from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
+from packtool.planning.prefix_branches import Branch, find_branches
+from packtool.planning.prefix_trees import NOTHING
 from packtool.report.drawing import Box
 
 COLOURS = [BY_NAME[f"c{number}"] for number in range(5)]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from packtool.planning.length_set import NO_LENGTH, LengthSet, lowest_bit
 from packtool.planning.pack_plan import (
     Costs,
     Int32Array,
@@ -89,30 +90,36 @@ def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
 def fill_slots(
     longest_first: Int64Array, placements: Placements, pack_starts: Int64Array
 ) -> tuple[Int64Array, Int32Array]:
-    """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan, (N,) each.
+    """Write the samples of every placement into its packs; all samples of a placement have its length.
 
-    ``longest_first``, (N,), lists the samples. ``pack_starts``, (K,), are the positions in the plan where packs begin.
+    Args:
+        longest_first: sample numbers, the longest samples first, (N,); each placement takes the next ones.
+        pack_starts: position in the plan at which each pack of the placements begins, (K,).
+
+    Returns:
+        The sample number and the length at each position of the plan, (N,) each.
     """
     num_samples = len(longest_first)
-    samples = np.empty(num_samples, dtype=np.int64)
-    lengths = np.empty(num_samples, dtype=np.int32)
+    plan_samples = np.empty(num_samples, dtype=np.int64)
+    plan_lengths = np.empty(num_samples, dtype=np.int32)
     # Placement p takes ``longest_first[placement_starts[p] : placement_starts[p + 1]]``.
     placement_starts = to_offsets(placements.num_packs * placements.samples_per_pack)
     assert placement_starts[-1] == num_samples
     for start in range(0, num_samples, CHUNK):
         stop = min(start + CHUNK, num_samples)
-        placement = _find_placements(placement_starts, start, stop)  # of each sample in this chunk, (n,)
-        index = np.arange(start, stop) - placement_starts[placement]  # the sample's number in the placement
+        # All arrays from here on are by sample of this chunk, (stop - start,).
+        placement = _find_placements(placement_starts, start, stop)
+        index_in_placement = np.arange(start, stop) - placement_starts[placement]
         # Sample i of a placement with n samples per pack goes to pack i // n of the placement, and there to slot i % n.
         samples_per_pack = placements.samples_per_pack[placement]
-        pack_in_placement = index // samples_per_pack
-        slot_in_placement = index - pack_in_placement * samples_per_pack
+        pack_in_placement = index_in_placement // samples_per_pack
+        slot_in_placement = index_in_placement - pack_in_placement * samples_per_pack
         pack = placements.first_pack[placement] + pack_in_placement
         slot = placements.first_slot[placement] + slot_in_placement
         positions = pack_starts[pack] + slot
-        samples[positions] = longest_first[start:stop]
-        lengths[positions] = placements.length[placement]
-    return samples, lengths
+        plan_samples[positions] = longest_first[start:stop]
+        plan_lengths[positions] = placements.length[placement]
+    return plan_samples, plan_lengths
 
 
 def _find_placements(placement_starts: Int64Array, start: int, stop: int) -> Int64Array:
@@ -121,89 +128,6 @@ def _find_placements(placement_starts: Int64Array, start: int, stop: int) -> Int
     end = int(np.searchsorted(placement_starts, stop, side="left"))
     bounds: Int64Array = np.clip(placement_starts[first : end + 1], start, stop)
     return np.repeat(np.arange(first, end), np.diff(bounds))
-
-
-_LENGTH_BITS = 10
-_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
-
-
-class LengthSet:
-    """Set of lengths that finds the nearest length above or below another.
-
-    A set bit in ``_words`` is a length, one in ``_top`` a word that is not empty. Lengths added later must not exceed
-    the longest initial one or, without initial ones, ``longest``.
-    """
-
-    def __init__(self, lengths: Iterable[int] = (), longest: int = 0) -> None:
-        elements = set(lengths)
-        self._longest = max(elements, default=longest)
-        self._words = [0] * ((self._longest >> _LENGTH_BITS) + 1)
-        self._top = 0
-        for length in elements:
-            self.add(length)
-
-    def add(self, length: int) -> None:
-        """Add a length that is not in the set."""
-        self._words[length >> _LENGTH_BITS] |= 1 << (length & _LENGTH_MASK)
-        self._top |= 1 << (length >> _LENGTH_BITS)
-
-    def remove(self, length: int) -> None:
-        """Remove a length that is in the set."""
-        word = length >> _LENGTH_BITS
-        self._words[word] ^= 1 << (length & _LENGTH_MASK)
-        if not self._words[word]:
-            self._top ^= 1 << word
-
-    def longest(self) -> int:
-        """Return the longest length; -1 if the set is empty."""
-        word = self._top.bit_length() - 1
-        return (word << _LENGTH_BITS) + self._words[word].bit_length() - 1 if word >= 0 else -1
-
-    def longest_up_to(self, length: int) -> int:
-        """Return the longest length up to ``length``, which is 0 or more; -1 if there is none."""
-        if length >= self._longest:
-            return self.longest()
-        index = length >> _LENGTH_BITS
-        word = self._words[index] & ((2 << (length & _LENGTH_MASK)) - 1)
-        if not word:
-            below = self._top & ((1 << index) - 1)
-            if not below:
-                return -1
-            index = below.bit_length() - 1
-            word = self._words[index]
-        return (index << _LENGTH_BITS) + word.bit_length() - 1
-
-    def shortest_from(self, length: int) -> int:
-        """Return the shortest length of at least ``length``, which is 0 or more; -1 if there is none."""
-        if length > self._longest:
-            return -1
-        index = length >> _LENGTH_BITS
-        word = self._words[index] >> (length & _LENGTH_MASK) << (length & _LENGTH_MASK)
-        if not word:
-            above = self._top >> (index + 1)
-            if not above:
-                return -1
-            index += 1 + _lowest_bit(above)
-            word = self._words[index]
-        return (index << _LENGTH_BITS) + _lowest_bit(word)
-
-    def longest_between(self, min_length: int, max_length: int) -> int:
-        """Return the longest length from ``min_length`` to ``max_length``; -1 if there is none."""
-        length = self.longest_up_to(max_length) if max_length > 0 else -1
-        return length if length >= min_length else -1
-
-    def nearest(self, length: int, max_length: int) -> int:
-        """Return the length nearest to ``length`` of those up to ``max_length``, which is in the set."""
-        below = self.longest_up_to(min(length, max_length))
-        above = self.shortest_from(length)
-        if above < 0 or above > max_length:
-            return below
-        return above if below < 0 or above - length < length - below else below
-
-
-def _lowest_bit(bits: int) -> int:
-    """Return the index of the lowest bit that is set."""
-    return (bits & -bits).bit_length() - 1
 
 
 def place_best_fit(
@@ -301,14 +225,15 @@ def place_exact_fit(
     scarcity_factor: float = 0.0,
     noise: Sequence[float] = (0.0,),
 ) -> Placements:
-    """Fill packs one after the other, each time with the one or two samples that leave least space.
+    """Decide which lengths share a pack: fill packs one after the other, each time with the samples that fit best.
 
     A variant of Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem".
 
     Args:
         lengths: distinct, from 1 to ``capacity``.
         counts: number of samples of each length, 1 or more.
-        scarcity_factor: as for ``slots_are_scarce``; 0: they never are.
+        scarcity_factor: as for ``slots_are_scarce``: when a pack with few samples left to take avoids short ones; 0:
+            never.
         noise: numbers from 0 to 1, which the choices use in turn: 0 makes the best choice, larger ones vary it.
     """
     unplaced = _UnplacedSamples(lengths, counts)
@@ -316,16 +241,16 @@ def place_exact_fit(
     packer = _ExactFit(unplaced, capacity, max_samples, scarcity_factor, itertools.cycle(noise))
     placements: list[Placement] = []
     ranges: list[PackRange] = []
-    first_pack = 0
+    num_packs = 0
     while unplaced.num_samples:
         count_by_length = packer.take_pack()
         num_equal_packs = 1 + unplaced.take_more_packs(count_by_length)
-        num_samples = 0  # of each pack
+        samples_per_pack = 0
         for length, count in count_by_length.items():
-            placements.append(Placement(first_pack, num_equal_packs, num_samples, count, length))
-            num_samples += count
-        ranges.append(PackRange(first_pack, num_equal_packs, num_samples))
-        first_pack += num_equal_packs
+            placements.append(Placement(num_packs, num_equal_packs, samples_per_pack, count, length))
+            samples_per_pack += count
+        ranges.append(PackRange(num_packs, num_equal_packs, samples_per_pack))
+        num_packs += num_equal_packs
     return Placements.from_rows(placements, ranges)
 
 
@@ -347,10 +272,15 @@ class _ExactFit(NamedTuple):
     noise: Iterator[float]
 
     def take_pack(self) -> dict[int, int]:
-        """Remove the samples of one pack from the unplaced ones; return how many of each length, the longest first."""
+        """Remove the samples of one pack from ``self.unplaced``, which must not be empty.
+
+        The pack starts with the longest sample (with noise, a slightly shorter one) and takes samples until none fits.
+
+        Returns:
+            The number of samples of each length in the pack, the longest length first.
+        """
         unplaced = self.unplaced
         longest = unplaced.longest()
-        # The longest sample begins the pack or, with noise, one that is a little shorter.
         min_first_length = longest - int(longest * MAX_SHORTENING * next(self.noise))
         first_length = unplaced.shortest_from(min_first_length)
         unplaced.take(first_length, 1)
@@ -369,24 +299,39 @@ class _ExactFit(NamedTuple):
         return dict(sorted(count_by_length.items(), reverse=True))
 
     def _next_lengths(self, free_tokens: int, free_slots: int) -> tuple[int, ...]:
-        """Choose the lengths of the one or two samples that a pack takes next; () if none fits.
+        """Choose the next one or two samples of a pack from the unplaced samples, by their lengths in tokens.
 
-        The choices, best first: one sample that leaves a tiny gap, two that leave none, the longest that fits.
+        The first possible of these choices is taken:
+        1. one sample that fills the pack, except for a tiny gap
+        2. two samples that fill the pack exactly
+        3. the longest sample that fits
+
+        Args:
+            free_tokens: tokens that the pack can still take.
+            free_slots: samples that the pack can still take, 1 or more. If only a few are left for many tokens, short
+                samples would waste them, and ``for_scarce_slots`` chooses instead.
+
+        Returns:
+            One or two lengths; () if no sample fits. The samples are not removed from ``self.unplaced``.
         """
         unplaced = self.unplaced
-        noise = next(self.noise)
+        noise = next(self.noise)  # from 0 to 1; above 0, the choice is less tight, so that packs vary
         if slots_are_scarce(free_tokens, free_slots, unplaced.num_samples, unplaced.num_tokens, self.scarcity_factor):
             return unplaced.for_scarce_slots(free_tokens, free_slots, noise)
+
         max_gap = int(self.capacity * MAX_GAP_SHARE)
-        min_gap = int(max_gap * noise)  # noise rules out the tightest fits, so that packs vary
+        min_gap = int(max_gap * noise)
         filling_length = unplaced.longest_between(free_tokens - max_gap, free_tokens - min_gap)
-        if filling_length >= 0:
+        if filling_length != NO_LENGTH:
             return (filling_length,)
-        pair = unplaced.pair(free_tokens, noise) if free_slots >= 2 else None
-        if pair is not None:
-            return pair
-        longest_fitting = unplaced.longest_up_to(free_tokens)
-        return () if longest_fitting < 0 else (longest_fitting,)
+
+        if free_slots >= 2:
+            pair = unplaced.find_pair(free_tokens, noise)
+            if pair is not None:
+                return pair
+
+        longest_length = unplaced.longest_up_to(free_tokens)
+        return () if longest_length == NO_LENGTH else (longest_length,)
 
 
 class _UnplacedSamples(LengthSet):
@@ -431,32 +376,34 @@ class _UnplacedSamples(LengthSet):
 
     def for_scarce_slots(self, free_tokens: int, free_slots: int, noise: float) -> tuple[int, ...]:
         """Choose two lengths that fill a pack's last two slots, else an equal share of its tokens; () if none fits."""
-        pair = self.pair(free_tokens, noise) if free_slots == 2 else None
+        pair = self.find_pair(free_tokens, noise) if free_slots == 2 else None
         if pair is not None:
             return pair
-        longest_fitting = self.longest_up_to(free_tokens)
-        if longest_fitting < 0:
+        longest_length = self.longest_up_to(free_tokens)
+        if longest_length == NO_LENGTH:
             return ()
-        return (self.nearest(free_tokens // free_slots, longest_fitting),)
+        return (self.nearest(free_tokens // free_slots, longest_length),)
 
-    def pair(self, total: int, noise: float) -> tuple[int, int] | None:
-        """Find two samples of ``total`` tokens together, of lengths as similar as possible; None if there are none.
+    def find_pair(self, total_tokens: int, noise: float) -> tuple[int, int] | None:
+        """Find the lengths of two unplaced samples with exactly ``total_tokens`` together, the longer length first.
 
-        Returns the longer length first. With ``noise``, 0 to 1, lengths that differ more are preferred.
+        Of several pairs, the one of the most similar lengths is taken; with ``noise``, 0 to 1, one that differs more.
+        None if there is no pair, or if lengths are too large for bit sets.
         """
-        if not self._has_bits or total > 2 * self._longest:
+        if not self._has_bits or total_tokens > 2 * self._longest:
             return None
-        complement_bits = self._mirrored_bits >> (2 * self._longest - total)  # bit total - x: samples of x tokens
-        pair_bits = self._bits & complement_bits  # bit x: samples of x, and of total - x tokens
-        half = (total + 1) // 2  # the least length of the longer one
-        if 2 * half == total and self.counts.get(half) == 1:
+        # Bit x is set if there are samples of ``total_tokens`` - x tokens.
+        partner_bits = self._mirrored_bits >> (2 * self._longest - total_tokens)
+        pair_bits = self._bits & partner_bits  # bit x: there are samples of x, and of total_tokens - x tokens
+        half = (total_tokens + 1) // 2  # the least length of the longer sample
+        if 2 * half == total_tokens and self.counts.get(half) == 1:
             pair_bits &= ~(1 << half)  # two equal lengths need two samples
-        preferred_length = half + int(total * _MAX_PAIR_OFFSET * noise)
-        for min_longer in (preferred_length, half):
-            longer_bits = pair_bits >> min_longer
+        preferred_length = half + int(total_tokens * _MAX_PAIR_OFFSET * noise)
+        for min_length in (preferred_length, half):
+            longer_bits = pair_bits >> min_length
             if longer_bits:
-                longer = min_longer + _lowest_bit(longer_bits)
-                return longer, total - longer
+                longer_length = min_length + lowest_bit(longer_bits)
+                return longer_length, total_tokens - longer_length
         return None
 
 
@@ -482,8 +429,12 @@ def pack_histogram(
 ) -> PackPlan:
     """Pack samples by their lengths, (N,): every epoch has different packs, but as many as the first.
 
-    Without ``shuffle`` nothing is random, and packs follow the order of the samples as far as possible. ``stream`` is
-    an offset of the random streams, as from ``of_window``.
+    First it is decided, by counts of equal lengths, which lengths share a pack ("placements"); then random samples of
+    these lengths fill the packs. Without ``shuffle`` nothing is random, and samples keep their order where possible.
+
+    Args:
+        max_samples: maximum samples of a pack.
+        stream: offset of the random streams, as from ``of_window``.
     """
     histogram = _Histogram(lengths, capacity, max_samples)
     placements = histogram.fewest_packs
@@ -491,7 +442,9 @@ def pack_histogram(
     if not shuffle:
         longest_first = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
         return sort_by_sample(_fill_packs(longest_first, placements, np.arange(num_packs), capacity))
-    if histogram.has_few_equal_lengths:  # without noise, epochs would have many packs in common
+
+    if histogram.has_few_equal_lengths:
+        # Without noise, epochs would have many packs in common.
         noise = seeded_uniform(len(histogram.lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
         placements = histogram.place_with_noise(noise)
         num_packs = histogram.num_packs_with_noise
@@ -511,24 +464,29 @@ def _fill_packs(longest_first: Int64Array, placements: Placements, pack_order: I
 
 
 def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None = None) -> int:
-    """Compute a lower bound of the number of packs.
-
-    ``distinct``, (D,), are the lengths, the longest first, and ``counts``, (D,), the number of samples of each.
+    """Compute a lower bound of the number of packs that samples need.
 
     Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): each sample
     longer than half a pack needs its own pack, and leaves a gap. Of the others, those of at least some minimum length
     can use the gaps of that length or more; for their remaining tokens they need further packs.
+
+    Args:
+        distinct: the different lengths, the longest first, (D,).
+        counts: number of samples of each, (D,).
     """
     is_long = distinct > capacity // 2
+    num_long_samples = int(counts[is_long].sum())
     gaps = capacity - distinct[is_long]  # beside a sample of each long length, the shortest gap first
     tokens_of_shortest_gaps = to_offsets(gaps * counts[is_long])  # entry i: sum over the i shortest
-    # Each short length is tried as the minimum, (k,).
+
+    # Try each short length as the minimum. The following arrays are by this minimum, (number of short lengths,).
     min_lengths = distinct[~is_long]
     tokens = np.cumsum(min_lengths * counts[~is_long])  # of the short samples of at least the minimum
     num_unusable_gaps = np.searchsorted(gaps, min_lengths)
     usable_tokens = tokens_of_shortest_gaps[-1] - tokens_of_shortest_gaps[num_unusable_gaps]
     num_further_packs = -(-(tokens - usable_tokens) // capacity)  # rounded up
-    bound = int(counts[is_long].sum()) + int(num_further_packs.max(initial=0))
+
+    bound = num_long_samples + int(num_further_packs.max(initial=0))
     if max_samples:
         bound = max(bound, math.ceil(int(counts.sum()) / max_samples))
     return bound

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from packtool.errors import ConfigError, DataError
-from packtool.planning.best_fit import MAX_GAP_SHARE, MAX_SHORTENING, LengthSet, slots_are_scarce
+from packtool.planning.best_fit import MAX_GAP_SHARE, MAX_SHORTENING, slots_are_scarce
+from packtool.planning.length_set import NO_LENGTH, LengthSet
 from packtool.planning.pack_plan import (
     Costs,
     Int32Array,
@@ -300,7 +301,7 @@ class _Packer:
                 continue
             lengths = self._lengths_in_class[density_class]
             length = lengths.longest_up_to(max_length)
-            if length < 0:
+            if length == NO_LENGTH:
                 self._min_length[density_class] = max_length + 1  # saves further searches
                 continue
             if wanted_length < length:
@@ -313,6 +314,6 @@ class _Packer:
         last_class = max(densest_safe - _MAX_CLASSES_TRIED, -1)  # exclusive
         for density_class in range(densest_safe, last_class, -1):
             length = self._lengths_in_class[density_class].longest_between(min_length, max_length)
-            if length >= 0:
+            if length != NO_LENGTH:
                 return self._group_by_length[density_class][length]
         return None

@@ -57,7 +57,10 @@ class _Exchanges:
         return True
 
     def _exchange(self, crowded: int, partner: int, source: int) -> bool:
-        """Move slots of ``source`` from a crowded pack to its partner; return whether any could be moved."""
+        """Move slots of ``source`` from a crowded pack to another pack, its partner; return False if none can move.
+
+        The partner may give back one slot of another source, so that both packs stay within their limits.
+        """
         crowded_slots, partner_slots = self._slots_of(crowded), self._slots_of(partner)
         # Afterwards the partner has at most half of the maximum. A crowded pack has more, so is never its own partner.
         max_moved = self.max_counts[source] // 2 - self._count(partner_slots, source)
@@ -65,12 +68,12 @@ class _Exchanges:
             return False
         crowd = self._longest_first(slot for slot in crowded_slots if self._slots.sources[slot] == source)
         for returned in self._possible_returns(partner_slots, source):
-            remaining = [slot for slot in partner_slots if slot not in returned]
-            for moved in self._selections(crowd, remaining, max_moved):
+            kept_by_partner = [slot for slot in partner_slots if slot not in returned]
+            for moved in self._selections(crowd, kept_by_partner, max_moved):
                 new_crowded = [slot for slot in crowded_slots if slot not in moved] + returned
                 # It may still be crowded with ``source``, but must not be with the source of the returned slot.
                 if self._fits(new_crowded) and not self._is_crowded(new_crowded, of_slots=returned):
-                    self._changed[partner] = remaining + moved
+                    self._changed[partner] = kept_by_partner + moved
                     self._changed[crowded] = new_crowded
                     return True
         return False

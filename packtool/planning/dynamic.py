@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,23 +56,27 @@ def assign_by_tokens(
             f"Raise it to {longest}, or leave those samples out with --max-length {max_tokens}.",
         )
     limits = _limits(lengths, max_tokens, max_samples)
-    return _divide_steps(lengths, limits, samples_per_step, num_ranks, ranks_first=False)
+    return _divide_steps(lengths, limits, samples_per_step, num_ranks, balance_by="step")
 
 
 def assign_samples(
     samples: PackPlan, costs: Costs | None, options: PlanOptions, media_tokens: IntArray | None = None
 ) -> StepAssignment:
-    """Divide the samples of each step into few micro-batches of about equal work, equally many for every rank.
+    """Divide the samples of each optimizer step into micro-batches, so that all ranks have about equal work.
 
-        order of the epoch   3 7 2 1 | 4 4 3 3 | 5 2       lengths; 4 samples a step, packs of 8, two ranks
-        step 0               rank 0 [7]    rank 1 [3 2 1]
-        step 1               rank 0 [4 3]  rank 1 [4 3]
-        step 2               rank 0 [5]    rank 1 [2]
+        lengths in epoch order   3 7 2 1 | 4 4 3 3 | 5 2       4 samples per step, at most 8 tokens per micro-batch
+        step 0                   rank 0 [7]    rank 1 [3 2 1]
+        step 1                   rank 0 [4 3]  rank 1 [4 3]
+        step 2                   rank 0 [5]    rank 1 [2]
 
-    A micro-batch may be empty. Samples that share a prefix are in one micro-batch.
+    All ranks get the same small number of micro-batches in a step, so some may be empty. Samples that share a prefix
+    stay in one micro-batch.
 
-    ``samples`` has the N samples of the epoch in its order, each in a pack of its own. ``costs``, (N,), are their work,
-    by default their tokens. ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
+    Args:
+        samples: the N samples in epoch order, each a pack of its own.
+        costs: work of each of these samples, (N,); None for their number of tokens.
+        options: limits of a micro-batch, samples of a step, and number of ranks.
+        media_tokens: tokens of images, videos and sounds, by sample number; only needed if they are limited.
     """
     assert options.samples_per_step is not None
     lengths: IntArray = samples.lengths
@@ -80,28 +84,30 @@ def assign_samples(
     sample_media = None if media_tokens is None else media_tokens[samples.samples]
     leaders = None
     if samples.shared_tokens is not None:
-        # The first of the samples that share a prefix, their leader, gets the amounts of all, and the others follow it.
-        leaders = _leaders_of_trees(samples.shared_tokens)
+        # Treat samples that share a prefix as one: the first of them, the leader, takes the sums of all.
+        leaders = _leaders_of_prefixes(samples.shared_tokens)
         work = np.bincount(leaders, weights=work, minlength=len(work))
-        lengths = _sums_of_trees(leaders, lengths)
-        sample_media = None if sample_media is None else _sums_of_trees(leaders, sample_media)
+        lengths = _sums_at_leaders(leaders, lengths)
+        if sample_media is not None:
+            sample_media = _sums_at_leaders(leaders, sample_media)
+
     limits = _limits(lengths, samples.capacity, options.max_samples_per_pack)
     max_media = options.max_media_tokens_per_pack
-    checked_media = check_media_tokens(sample_media, lengths, max_media, samples.capacity)
-    if checked_media is not None and max_media is not None:
-        limits.append(Limit(checked_media, max_media))
-    return _divide_steps(work, limits, options.samples_per_step, options.world_size, ranks_first=True, leaders=leaders)
+    limiting_media = check_media_tokens(sample_media, lengths, max_media, samples.capacity)
+    if limiting_media is not None and max_media is not None:
+        limits.append(Limit(limiting_media, max_media))
+    return _divide_steps(work, limits, options.samples_per_step, options.world_size, balance_by="rank", leaders=leaders)
 
 
-def _leaders_of_trees(shared_tokens: IntArray) -> Int64Array:
-    """Return the leader of each sample, (N,): each sample that shares nothing with the one before it leads a tree."""
-    begins_tree = shared_tokens == 0
-    tree_of_sample = np.cumsum(begins_tree) - 1
-    return np.flatnonzero(begins_tree)[tree_of_sample]
+def _leaders_of_prefixes(shared_tokens: IntArray) -> Int64Array:
+    """Return the leader of each sample, (N,): the last one so far that shares no tokens with the sample before it."""
+    is_leader = shared_tokens == 0
+    index_of_leader = np.cumsum(is_leader) - 1
+    return np.flatnonzero(is_leader)[index_of_leader]
 
 
-def _sums_of_trees(leaders: Int64Array, values: IntArray) -> IntArray:
-    """Sum ``values`` (N,) over each tree: int64 (N,), the sum for its leader, 0 for other samples."""
+def _sums_at_leaders(leaders: Int64Array, values: IntArray) -> IntArray:
+    """Sum ``values`` (N,) over the samples with the same leader: int64 (N,), the sum for the leader, 0 for others."""
     return np.bincount(leaders, weights=values, minlength=len(values)).astype(np.int64)
 
 
@@ -118,93 +124,111 @@ def _divide_steps(
     samples_per_step: int,
     num_ranks: int,
     *,
-    ranks_first: bool,
+    balance_by: Literal["rank", "step"],
     leaders: Int64Array | None = None,
 ) -> StepAssignment:
-    """Place K samples in bins, step by step; each bin becomes a micro-batch of a rank, the heaviest first.
+    """Divide the samples of each step into bins within ``limits``; each bin becomes a micro-batch of a rank.
 
-    With ``ranks_first``, a sample goes to the rank with the least work in its step, and there to a bin; otherwise bins
-    are filled first and then assigned to ranks. ``work``: of each sample, (K,). ``leaders``, (K,): the sample whose bin
-    each sample shares, and which has the work and the sizes of all that it leads.
+    The micro-batches of a rank are sorted, most work first.
+
+    Args:
+        work: of each of the K samples, in epoch order, (K,).
+        balance_by: "rank": a sample first goes to the rank with the least work so far, and there to a bin. "step": a
+            sample goes to any bin of its step, and full bins are given to the ranks.
+        leaders: for each sample, the sample whose bin it shares, (K,). A leader has the work and the sizes of all that
+            share its bin, which then have none of their own.
     """
-    # Work is balanced between groups of bins, and then within each: the bins of a rank, or all bins of a step.
-    num_groups = num_ranks if ranks_first else 1
-    bin_of_sample, num_bins = _bins_of_steps(work, limits, samples_per_step, num_ranks, num_groups)
+    num_groups = num_ranks if balance_by == "rank" else 1  # of the bins of a step
+    bin_of_sample, bins_per_step = _find_bins(work, limits, samples_per_step, num_ranks, num_groups)
     if leaders is not None:
         bin_of_sample = bin_of_sample[leaders]
-    bin_work = np.bincount(bin_of_sample, weights=work, minlength=int(num_bins.sum()))
-    micro_batch_of_bin = _number_by_rank(bin_work, num_bins, num_ranks, ranks_first=ranks_first)
+    bin_work = np.bincount(bin_of_sample, weights=work, minlength=int(bins_per_step.sum()))
+    micro_batch_of_bin = _number_by_rank(bin_work, bins_per_step, num_ranks, balance_by)
     micro_batch_of_sample = micro_batch_of_bin[bin_of_sample]
     return StepAssignment(
         order=np.argsort(micro_batch_of_sample, kind="stable"),
         micro_batch_sizes=np.bincount(micro_batch_of_sample, minlength=len(bin_work)),
-        micro_batches_per_step=num_bins,
+        micro_batches_per_step=bins_per_step,
     )
 
 
-def _bins_of_steps(
+def _find_bins(
     work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the bin of each sample, numbered over all S steps, (K,), and the number of bins of each step, (S,)."""
+    """Place the K samples of all steps in bins, few in each step.
+
+    Returns:
+        The bin of each sample, (K,), where the bins of step 1 are numbered after those of step 0; and the number of
+        bins of each step, (S,), a multiple of ``num_ranks``.
+    """
     samples = np.arange(len(work))
     num_full_steps = len(work) // samples_per_step
-    full_steps, last_step = np.split(samples, [num_full_steps * samples_per_step])
-    steps_of_equal_size = [full_steps.reshape(num_full_steps, samples_per_step)]  # (steps, samples of a step)
-    if len(last_step):
-        steps_of_equal_size.append(last_step.reshape(1, -1))
+    num_in_full_steps = num_full_steps * samples_per_step
+    full_steps = samples[:num_in_full_steps].reshape(num_full_steps, samples_per_step)  # (steps, samples of a step)
+    last_step = samples[num_in_full_steps:].reshape(1, -1)
+    steps_of_equal_size = [full_steps, last_step] if last_step.size else [full_steps]
+
     bin_in_step, num_bins = [], []
     for steps in steps_of_equal_size:
         step_limits = [limit.select(steps) for limit in limits]
-        bins, num_bins_of_steps = _find_bins(work[steps], step_limits, num_ranks, num_groups)
+        bins, num_bins_of_steps = _find_bins_of_equal_steps(work[steps], step_limits, num_ranks, num_groups)
         bin_in_step.append(bins.reshape(-1))
         num_bins.append(num_bins_of_steps)
-    num_bins_per_step = np.concatenate(num_bins)
-    first_bin_of_step = to_offsets(num_bins_per_step)[:-1]
-    return first_bin_of_step[samples // samples_per_step] + np.concatenate(bin_in_step), num_bins_per_step
+
+    bins_per_step = np.concatenate(num_bins)
+    first_bin_of_step = to_offsets(bins_per_step)[:-1]
+    step_of_sample = samples // samples_per_step
+    return first_bin_of_step[step_of_sample] + np.concatenate(bin_in_step), bins_per_step
 
 
 def _number_by_rank(
-    bin_work: npt.NDArray[Any], num_bins: Int64Array, num_ranks: int, *, ranks_first: bool
+    bin_work: npt.NDArray[Any], bins_per_step: Int64Array, num_ranks: int, balance_by: Literal["rank", "step"]
 ) -> Int64Array:
-    """Return new numbers of the bins, (bins,): step by step, rank by rank, and in a rank from most to least work.
+    """Return new numbers of the bins, (bins,): step by step, in a step rank by rank, in a rank from most to least work.
 
-    ``num_bins``, (S,), are the bins of each step, which are consecutive. With ``ranks_first``, the bins of a step are
+    ``bin_work``: of the bins of all S steps, step by step, (bins,). If balanced by "rank", the bins of a step are
     divided into consecutive ones for each rank; otherwise they go to the ranks in turn, the heaviest first.
     """
-    step_of_bin = np.repeat(np.arange(len(num_bins)), num_bins)
-    index_in_step = np.arange(len(bin_work)) - to_offsets(num_bins)[step_of_bin]
-    if ranks_first:
-        bins_per_rank = num_bins // num_ranks
+    step_of_bin = np.repeat(np.arange(len(bins_per_step)), bins_per_step)
+    index_in_step = np.arange(len(bin_work)) - to_offsets(bins_per_step)[step_of_bin]
+    if balance_by == "rank":
+        bins_per_rank = bins_per_step // num_ranks
         rank_of_bin = index_in_step // bins_per_rank[step_of_bin]
     else:
-        heaviest_first = np.lexsort((-bin_work, step_of_bin))  # in each step, at the positions that the step had
+        heaviest_first = np.lexsort((-bin_work, step_of_bin))  # sorted by step, and in each step by work
         rank_of_bin = np.empty(len(bin_work), np.int64)
         rank_of_bin[heaviest_first] = index_in_step % num_ranks
-    bins_in_order = np.lexsort((-bin_work, rank_of_bin, step_of_bin))  # the last key comes first
+    bins_in_order = np.lexsort((-bin_work, rank_of_bin, step_of_bin))  # the last key is the main one
     return invert_order(bins_in_order)
 
 
-def _find_bins(
+def _find_bins_of_equal_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Place the samples of S steps, n in each, in few bins: as many of each step as all ranks can share equally.
+    """Place the samples of S steps, n in each, in bins, few in each step.
 
-    Returns the bin of each sample within its step, (S, n), and the number of bins of each step, (S,). ``work`` and the
-    sizes of ``limits`` are (S, n). ``num_groups``: of the bins of a step, as for ``_place_in_bins``.
+    Args:
+        work: of each sample, (S, n); so are the sizes of ``limits``.
+        num_groups: of the bins of a step, as for ``_place_in_bins``.
+
+    Returns:
+        The bin of each sample within its step, (S, n), and the number of bins of each step, (S,), a multiple of
+        ``num_ranks``.
     """
     heaviest_first = np.argsort(-work, axis=1, kind="stable")
     min_bins = np.max([_min_bins(limit) for limit in limits], axis=0)
     num_bins = -(-min_bins // num_ranks) * num_ranks  # rounded up to a multiple
     bin_of_sample = np.zeros(work.shape, np.int64)
-    open_steps = np.arange(len(work))  # steps whose samples did not fit yet
-    while len(open_steps):
+    unplaced_steps = np.arange(len(work))  # steps whose samples did not fit yet
+    while len(unplaced_steps):
         fits = np.zeros(len(work), np.bool_)
-        for bins_per_step, steps in _chunks_of_equal_bins(open_steps, num_bins):
+        for bins_per_step, steps in _chunks_of_equal_bins(unplaced_steps, num_bins):
             step_limits = [limit.select(steps) for limit in limits]
-            placed = _place_in_bins(work[steps], heaviest_first[steps], step_limits, num_groups, bins_per_step)
-            bin_of_sample[steps], fits[steps] = placed
-        open_steps = open_steps[~fits[open_steps]]
-        num_bins[open_steps] += num_ranks  # one more bin for every rank
+            bin_of_sample[steps], fits[steps] = _place_in_bins(
+                work[steps], heaviest_first[steps], step_limits, num_groups, bins_per_step
+            )
+        unplaced_steps = unplaced_steps[~fits[unplaced_steps]]
+        num_bins[unplaced_steps] += num_ranks  # one more bin for every rank
     return bin_of_sample, num_bins
 
 
@@ -230,11 +254,16 @@ def _min_bins(limit: Limit) -> Int64Array:
 def _place_in_bins(
     work: npt.NDArray[Any], order: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Place the samples of S steps, n in each, in the bins of each step, which are in ``num_groups`` equal groups.
+    """Place the samples of S steps, n in each, in ``num_bins`` bins of their step, which form equally large groups.
 
-    A sample goes to the lightest group that has a bin with space, and there to the lightest such bin. ``work`` of the
-    samples and the ``order`` in which they are placed are (S, n). Returns the bin of each sample, (S, n), and whether
-    all samples of a step fit, (S,); those that do not are placed anyway.
+    A sample goes to the lightest group that has a bin with space, and there to the lightest such bin.
+
+    Args:
+        work: of each sample, (S, n).
+        order: indices of a step's samples in the order in which they are placed, (S, n).
+
+    Returns:
+        The bin of each sample, (S, n), and whether all samples of a step fit, (S,); others are placed anyway.
     """
     steps = np.arange(len(work))
     sizes = np.stack([limit.sizes for limit in limits])  # (limits, S, n)

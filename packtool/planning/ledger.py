@@ -183,10 +183,14 @@ class Ledger:
         target_tokens: IntArray,
         skipped: Sequence[int] | Int64Array = (),
     ) -> Ledger:
-        """Return a ledger that also counts ``steps`` of ``plan``.
+        """Return a ledger (training counts of all caches) to which the rows of some steps are added.
 
-        Rows are numbered through all sources; ``lengths`` and ``target_tokens``, (N,), are of all rows. ``skipped`` are
-        rows of these steps that were not trained.
+        Rows are numbered through all caches: those of the first, then those of the second, and so on.
+
+        Args:
+            steps: numbers of the trained steps in ``plan``, which are consecutive.
+            lengths, target_tokens: tokens, and those that carry loss, of all rows, (N,).
+            skipped: rows of these steps that were not trained, as often as they were skipped.
         """
         skipped_rows = np.sort(np.asarray(skipped, np.int64))
         planned_rows = np.sort(plan.samples_of(steps.start, steps.stop))

@@ -200,14 +200,14 @@ class Mixture:
         if not num_drawn:
             return lengths, media
         num, by_length = len(pool), pool[self._by_length(pool)]
-        neighbors = _num_neighbors(num)
-        first_chunk = np.arange(num_drawn) * num // num_drawn // neighbors
-        last_chunk = np.minimum((np.arange(1, num_drawn + 1) * num - 1) // num_drawn, num - 1) // neighbors
+        chunk_size = _num_neighbors(num)
+        first_chunk = np.arange(num_drawn) * num // num_drawn // chunk_size
+        last_chunk = np.minimum((np.arange(1, num_drawn + 1) * num - 1) // num_drawn, num - 1) // chunk_size
         # Maximum over the chunks, from first to last, that a slot may draw from; lengths fall from chunk to chunk.
-        chunk_media = np.maximum.reduceat(self.media_tokens[by_length], np.arange(0, num, neighbors))
+        chunk_media = np.maximum.reduceat(self.media_tokens[by_length], np.arange(0, num, chunk_size))
         bounds = np.stack((first_chunk, last_chunk + 1), axis=1).reshape(-1)
         slot_media = np.maximum.reduceat(np.append(chunk_media, 0), bounds)[::2]
-        slot_lengths = self.lengths[by_length][first_chunk * neighbors]
+        slot_lengths = self.lengths[by_length][first_chunk * chunk_size]
         return np.concatenate((lengths, slot_lengths)), np.concatenate((media, slot_media))
 
     @cached_property
@@ -248,10 +248,15 @@ def make_mixture(
     max_length: int,
     seed: int,
 ) -> Mixture:
-    """Apply a recipe to S caches, its sources, leaving out samples longer than ``max_length``.
+    """Decide how many samples of each source an epoch draws, and which samples it may draw.
 
-    The samples of source s are those from ``offsets[s]`` to ``offsets[s + 1] - 1``. The other arrays, (N,), are of the
-    samples of all caches. A source left without samples is a DataError.
+    A source is a cache that ``recipe`` names. Longer samples than ``max_length``, and those outside the limits of
+    their source, are not drawn. A source left without samples is a DataError.
+
+    Args:
+        offsets: the samples of source s are numbered ``offsets[s]`` to ``offsets[s + 1] - 1``, (S + 1,).
+        lengths, media_tokens, target_tokens: tokens, those of media, and those that carry loss, of the samples of all
+            sources, (N,).
     """
     candidates = _candidates(recipe, offsets, lengths, max_length)
     source_sizes = zip(recipe.sources, np.diff(offsets).tolist(), strict=True)
@@ -261,6 +266,8 @@ def make_mixture(
     counts = _count_draws(recipe, candidates, sample_sizes[recipe.unit])
     check_drawn(sum(counts), num_candidates, recipe.place or "an epoch")  # an error names the recipe, if it has a file
     loss_scales = tuple(source.loss_scale for source in recipe.sources)
+    if all(scale is None for scale in loss_scales):
+        loss_scales = ()
     return Mixture(
         names=_names(recipe.sources),
         offsets=offsets.astype(np.int64),
@@ -274,7 +281,7 @@ def make_mixture(
         seed=seed,
         num_filtered=num_taken - num_candidates,
         loss_weights=tuple(source.loss_weight for source in recipe.sources),
-        loss_scales=loss_scales if any(scale is not None for scale in loss_scales) else (),
+        loss_scales=loss_scales,
     )
 
 

@@ -37,10 +37,12 @@ _EXTRA_SHARE, _EXTRA_PACKS = 0.005, 2
 def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -> tuple[PackPlan, Int64Array]:
     """Pack the M slots of a mixture so that no source has its samples in few packs; as many packs in every epoch.
 
-    Short slots are joined into items, and the items packed. Cost: two to three times that of ``pack``, at most nine.
+    A slot is space for one sample of a source. Short slots are joined into items, and the items packed. Several ways
+    of joining are tried, until one needs hardly more packs than the slots alone; otherwise no slots are joined.
 
-    Returns packs of slots, and ``exchange``, int64 (M,): slot i gets the sample that was drawn for slot
-    ``exchange[i]``, of the same source and length, so that other samples share a pack in every epoch.
+    Returns:
+        Packs of slots, and ``exchange``, int64 (M,): slot i gets the sample that was drawn for slot ``exchange[i]``,
+        of the same source and length, so that other samples share a pack in every epoch.
     """
 
     def pack_slots() -> PackPlan:
@@ -54,7 +56,8 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
         items = _join_slots(slots, options, grain, long_per_joined)
         packs = _pack_items(items, slots, options, seed, epoch)
         if packs.num_packs <= max_packs:
-            return relieve_crowds(packs, slots, options), _draw_exchange(items, slots, options, seed, epoch)
+            exchange = _draw_exchange(items, slots, options, seed, epoch)
+            return relieve_crowds(packs, slots, options), exchange
     no_exchange = np.arange(len(slots.lengths))
     return relieve_crowds(pack_slots(), slots, options), no_exchange
 
@@ -166,7 +169,9 @@ def order_mixture_packs(
 
     The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks.
 
-    ``source_of``, (N,), are the sources of the samples in pack order, from 0 on; ``amounts``, (N,), are what is spread.
+    Args:
+        source_of: source of each sample in pack order, from 0 on, (N,).
+        amounts: what is spread: 1, tokens or target tokens of each of these samples, (N,).
     """
     excess = _excess_of_sources(packs, source_of, amounts)
     num_packs, num_sources = excess.shape
@@ -252,11 +257,13 @@ def _halve_parts(parts: Int64Array, excess: Excess, level: int, seed: int, epoch
     coins = _flip_coins((num_pairs, num_windows, num_parts), level, seed, epoch)
     doubled_sums = _doubled_sums_to_middles(parts, excess)
     halves = np.empty((num_windows, num_parts, 2, num_pairs), np.int64)
-    for pair in range(num_pairs):
-        ordered = _order_pairs(pairs[:, :, pair], excess, doubled_sums, coins[pair])  # one of every part at once
-        halves[:, :, :, pair] = ordered
+    for pair_index in range(num_pairs):
+        # Process one pair of every part at once; (windows, parts, 2).
+        pair = _order_pairs(pairs[:, :, pair_index], excess, doubled_sums, coins[pair_index])
+        halves[:, :, :, pair_index] = pair
         # Half of the pair was expected in the first half: the excess changes by half of the difference.
-        doubled_sums += excess[ordered[:, :, 0]] - excess[ordered[:, :, 1]]
+        to_first_half, to_second_half = pair[:, :, 0], pair[:, :, 1]
+        doubled_sums += excess[to_first_half] - excess[to_second_half]
     return halves.reshape(num_windows, 2 * num_parts, num_pairs)
 
 
@@ -293,15 +300,17 @@ def _order_parts(parts: Int64Array, excess: Excess) -> Int64Array:
     ordered = np.empty_like(parts)
     for part in range(num_parts):
         packs = parts[:, part]
-        order = _order_packs(excess[packs] - window_mean[:, None], sums)
+        order = _keep_sums_near_zero(excess[packs] - window_mean[:, None], sums)
         ordered[:, part] = np.take_along_axis(packs, order, axis=1)
     return ordered.reshape(-1)
 
 
-def _order_packs(candidates: Costs, sums: Costs) -> Int64Array:
-    """Order the packs of one part of each window, int64 (windows, packs), to keep ``sums`` near 0, to which all add.
+def _keep_sums_near_zero(candidates: Costs, sums: Costs) -> Int64Array:
+    """Order the packs of one part of each window, int64 (windows, packs), so that ``sums`` stay near 0.
 
-    ``candidates`` are what the packs add, (windows, packs, sources); ``sums`` are (windows, sources).
+    Args:
+        candidates: excess that each pack adds to the sums, (windows, packs, sources).
+        sums: of the packs before, (windows, sources). All candidates are added, in place.
     """
     windows = np.arange(len(candidates))
     order = np.empty(candidates.shape[:2], np.int64)
@@ -317,10 +326,16 @@ def _order_packs(candidates: Costs, sums: Costs) -> Int64Array:
 
 
 def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, seed: int, epoch: int) -> Int64Array:
-    """Divide packs (n,), sorted by similarity, evenly into windows; return int64 (windows, n / windows).
+    """Divide packs evenly into windows, so that all windows have about as much of each source.
 
     In each round every window gets one pack. Windows are paired at random, and each pair gets two adjacent packs, in
     the order that makes the sums of ``excess`` of the two windows more equal.
+
+    Args:
+        order: pack numbers, similar packs next to each other, (n,).
+
+    Returns:
+        The packs of each window, int64 (windows, n / windows).
     """
     rounds = order.reshape(-1, num_windows)
     if num_windows == 1:
@@ -328,12 +343,15 @@ def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, se
     window_orders = _draw_window_orders(len(rounds), num_windows, seed, epoch)
     coins = _flip_coins((len(rounds),), 0, seed, epoch)
     num_paired = num_windows // 2 * 2  # of an odd number of windows, one gets the last pack of the round
-    sums = np.zeros((num_windows, excess.shape[1]))
+    sums = np.zeros((num_windows, excess.shape[1]))  # excess of each source in each window so far
     pack_of_window = np.empty_like(rounds)  # (rounds, windows)
     for packs, window_order, coin, assigned in zip(rounds, window_orders, coins, pack_of_window, strict=True):
-        left, right = window_order[:num_paired].reshape(2, -1)  # windows of each pair
+        # ``assigned`` is a row of ``pack_of_window``, which is filled in place.
+        left_windows, right_windows = window_order[:num_paired].reshape(2, -1)
         pairs = packs[:num_paired].reshape(-1, 2)
-        assigned[left], assigned[right] = _order_pairs(pairs, excess, sums[left] - sums[right], coin).T
+        ordered_pairs = _order_pairs(pairs, excess, sums[left_windows] - sums[right_windows], coin)
+        assigned[left_windows] = ordered_pairs[:, 0]
+        assigned[right_windows] = ordered_pairs[:, 1]
         assigned[window_order[num_paired:]] = packs[num_paired:]
         sums += excess[assigned]
     return pack_of_window.T.copy()

@@ -47,18 +47,23 @@ def pack(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Decide which samples share a pack: the same on every machine, and equally many packs in every epoch.
+    """Group samples into packs of at most ``capacity`` tokens; for example lengths 5 3 2 4 and 8: [5 3] [2 4].
 
-    Without shuffling, and with the algorithm ``sequential``, the order of the cache is kept as far as possible.
+    The plan is the same on every machine, and every epoch has equally many packs. Without shuffling, and with the
+    algorithm ``sequential``, samples keep their order as far as possible.
 
-    ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``.
+    Args:
+        lengths: tokens of each sample, (N,), from 1 to ``capacity``.
+        options: the packing algorithm and its limits; wrong values are a ConfigError.
+        media_tokens: how many of these tokens are images, videos and sounds, (N,); needed only to limit them.
     """
     problems = [*bound_problems(options), *options.problems(PackOptions)]
     if problems:
         raise ConfigError.from_problems(problems)
     lengths = check_lengths(lengths, capacity)
+    # None if no pack can exceed the limit of media tokens.
     limiting_media = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
-    job = _Job(lengths, limiting_media, capacity, options, seed, epoch)
+    job = _PackingJob(lengths, limiting_media, capacity, options, seed, epoch)
     if options.packing_algorithm == "binpacking":
         return _pack_with_binpacking(job)
     if options.packing_window is None or len(lengths) <= options.packing_window:
@@ -76,20 +81,27 @@ def pack_trees(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Pack the groups of prefix trees, each like one sample; return packs of samples.
+    """Pack samples that share prefixes: each group of ``trees`` comes into one pack, as if it were one sample.
 
-    Both by sample number, (n,): ``lengths`` are tokens of complete samples, but ``media_tokens`` only those that a
-    sample adds to its group. Other arguments are as for ``pack``.
+    In a group, the tokens of a shared prefix count once.
+
+    Args:
+        lengths: tokens of complete samples, by sample number, (n,).
+        media_tokens: media tokens that each sample adds to its group, without those of the shared prefix, by sample
+            number, (n,).
     """
     assert options.max_samples_per_pack is None, "packing counts a group as one sample"
-    group_tokens = trees.sums_per_group(trees.new_tokens(lengths))
+    group_tokens = trees.sums_per_group(trees.new_tokens(lengths))  # (number of groups,)
     group_media = None
     if media_tokens is not None:
         new_media = media_tokens[trees.samples]  # in the order of ``trees``, as ``new_tokens``
         group_media = trees.sums_per_group(new_media)
+
     packs_of_groups = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
-    if trees.part_placement == "apart":  # several groups of one tree come into different packs
-        tree_of_group = trees.tree_ids[trees.offsets[:-1]]  # that of each group's first sample
+    if trees.part_placement == "apart":
+        # Groups of one tree must come into different packs.
+        first_samples = trees.offsets[:-1]  # of each group
+        tree_of_group = trees.tree_ids[first_samples]
         max_media = options.max_media_tokens_per_pack
         packs_of_groups = separate_groups(packs_of_groups, tree_of_group, group_media, max_media)
     return trees.expand(packs_of_groups, lengths)
@@ -134,8 +146,8 @@ def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 
     return build_plan(samples, np.ones(len(checked), dtype=np.int64), checked, capacity)
 
 
-class _Job(NamedTuple):
-    """Samples that one process packs by themselves: all, or those of one of several parts."""
+class _PackingJob(NamedTuple):
+    """Samples to be packed by one process: all samples, or one of several parts."""
 
     lengths: Int32Array
     media_tokens: Int32Array | None
@@ -146,7 +158,7 @@ class _Job(NamedTuple):
     stream: int = 0
 
 
-def _pack_job(job: _Job) -> PackPlan:
+def _pack_job(job: _PackingJob) -> PackPlan:
     lengths, media_tokens, capacity, options, seed, epoch, stream = job
     max_samples, shuffle = options.max_samples_per_pack, options.shuffle
     # Without media tokens, their limit is not used.
@@ -163,17 +175,26 @@ def _pack_job(job: _Job) -> PackPlan:
     )
 
 
-def _pack_windows(job: _Job, window_size: int) -> PackPlan:
+def _pack_windows(job: _PackingJob, window_size: int) -> PackPlan:
+    """Pack each window of at most ``window_size`` samples separately."""
     num_samples = len(job.lengths)
     if job.options.packing_algorithm == "sequential":
-        windows = np.split(np.arange(num_samples), range(window_size, num_samples, window_size))
+        windows = _split_every(np.arange(num_samples), window_size)
         return _pack_separately(job, windows, _pack_job, _MIN_SAMPLES_FOR_PROCESSES)
     windows = draw_windows(num_samples, window_size, seed=job.seed)
-    return _order_packs(_pack_separately(job, windows, _pack_job, _MIN_SAMPLES_FOR_PROCESSES), job)
+    return _shuffle_or_sort_packs(_pack_separately(job, windows, _pack_job, _MIN_SAMPLES_FOR_PROCESSES), job)
+
+
+def _split_every(samples: Int64Array, part_size: int) -> list[Int64Array]:
+    """Split into consecutive parts of ``part_size`` samples; the last one may be smaller."""
+    return np.split(samples, range(part_size, len(samples), part_size))
 
 
 def _pack_separately(
-    job: _Job, parts: list[Int64Array], pack_part: Callable[[_Job], PackPlan], min_samples_for_processes: int
+    job: _PackingJob,
+    parts: list[Int64Array],
+    pack_part: Callable[[_PackingJob], PackPlan],
+    min_samples_for_processes: int,
 ) -> PackPlan:
     """Pack each part of a job's samples, int64 (n,), by itself; return the packs of all parts, one after the other."""
     jobs = []
@@ -196,55 +217,78 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
     return [np.sort(part) for part in np.array_split(order, -(-num // window))]
 
 
-def _pack_with_binpacking(job: _Job) -> PackPlan:
-    """Pack chains of ``BATCHES_PER_CHAIN`` batches of samples with the library binpacking; a process packs a chain."""
-    num_samples, options = len(job.lengths), job.options
-    order = np.arange(num_samples, dtype=np.int64)
-    if options.shuffle:
-        # The same batches in all epochs, so that these have equally many packs.
-        order = seeded_order(num_samples, seed=job.seed, epoch=0, stream=RandomStream.BATCHES)
-    chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
-    chains = np.split(order, range(chain_size, num_samples, chain_size))
-    plan = _pack_separately(job, chains, _pack_batches, _MIN_SAMPLES_FOR_CHAIN_PROCESSES)
+def _pack_with_binpacking(job: _PackingJob) -> PackPlan:
+    """Pack the samples of a job with the third-party library ``binpacking``.
+
+    Samples are packed in batches of ``packing_batch_size``. A chain is a series of batches, of which each may leave
+    samples to the next one. Chains do not depend on each other, so processes can pack them at the same time.
+
+    Returns:
+        A plan with every sample in exactly one pack. All epochs have equally many packs; with ``shuffle``, the
+        contents and the order of the packs differ between epochs.
+    """
+    num_samples = len(job.lengths)
+    sample_order = np.arange(num_samples, dtype=np.int64)
+    if job.options.shuffle:
+        # Use the order of epoch 0 in every epoch: equal batches give equally many packs.
+        sample_order = seeded_order(num_samples, seed=job.seed, epoch=0, stream=RandomStream.BATCHES)
+
+    samples_per_chain = BATCHES_PER_CHAIN * job.options.packing_batch_size
+    chains = _split_every(sample_order, samples_per_chain)
+    plan = _pack_separately(job, chains, _pack_chain, _MIN_SAMPLES_FOR_CHAIN_PROCESSES)
     assert plan.num_samples == num_samples, "binpacking lost samples"
-    if options.shuffle:
-        # Each epoch draws which of the samples of equal length takes which of their places.
-        stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
-        longest_first = seeded_order(
-            num_samples, seed=job.seed, epoch=job.epoch, stream=stream, descending_by=job.lengths
-        )
-        places_longest_first = np.argsort(-plan.lengths, kind="stable")  # of the same lengths as ``longest_first``
-        plan.samples[places_longest_first] = longest_first
-    return _order_packs(plan, job)
+
+    if job.options.shuffle:
+        _shuffle_samples_of_equal_length(plan, job)
+    return _shuffle_or_sort_packs(plan, job)
 
 
-def _packs_of_batches(job: _Job) -> Iterator[list[tuple[int, int]]]:
-    """Yield packs of samples with their lengths; the last of a batch, if not full, is packed again with the next."""
+def _shuffle_samples_of_equal_length(plan: PackPlan, job: _PackingJob) -> None:
+    """Exchange samples of equal length at random, in place: packs differ between epochs, but keep their lengths."""
+    random_longest_first = seeded_order(
+        plan.num_samples,
+        seed=job.seed,
+        epoch=job.epoch,
+        stream=RandomStream.WITHIN_LENGTH_OF_BATCHES,
+        descending_by=job.lengths,
+    )
+    positions_longest_first = np.argsort(-plan.lengths, kind="stable")  # in ``plan.samples``
+    plan.samples[positions_longest_first] = random_longest_first
+
+
+def _packs_of_batches(job: _PackingJob) -> Iterator[list[tuple[int, int]]]:
+    """Pack the samples of one chain, batch by batch; yield the packs, as lists of (sample, length).
+
+    The last pack of a batch, if it is not full, is packed again with the next batch.
+    """
     # Slow to import, and rarely needed.
     from binpacking.to_constant_volume import to_constant_volume
 
     batch_size = job.options.packing_batch_size
-    items = list(enumerate(job.lengths.tolist()))
-    carried: list[tuple[int, int]] = []  # from the last pack of the batch before
-    for start in range(0, len(items), batch_size):
+    samples = list(enumerate(job.lengths.tolist()))
+    leftover: list[tuple[int, int]] = []  # samples of the previous batch's last pack
+    for start in range(0, len(samples), batch_size):
         stop = start + batch_size
-        packs = to_constant_volume([*carried, *items[start:stop]], job.capacity, weight_pos=1)
-        is_full = sum(length for _, length in packs[-1]) >= job.capacity
-        carried = [] if is_full or stop >= len(items) else packs.pop()
+        packs = to_constant_volume([*leftover, *samples[start:stop]], job.capacity, weight_pos=1)
+        last_pack_tokens = sum(length for _, length in packs[-1])
+        is_last_batch = stop >= len(samples)
+        leftover = []
+        if last_pack_tokens < job.capacity and not is_last_batch:
+            leftover = packs.pop()
         yield from packs
 
 
-def _pack_batches(job: _Job) -> PackPlan:
-    packed: list[int] = []
+def _pack_chain(job: _PackingJob) -> PackPlan:
+    sample_order: list[int] = []
     pack_sizes: list[int] = []
     for pack_items in _packs_of_batches(job):
-        packed += [sample for sample, _ in pack_items]
+        sample_order += [sample for sample, _ in pack_items]
         pack_sizes.append(len(pack_items))
-    return build_plan(np.array(packed, np.int64), np.array(pack_sizes, np.int64), job.lengths, job.capacity)
+    return build_plan(np.array(sample_order, np.int64), np.array(pack_sizes, np.int64), job.lengths, job.capacity)
 
 
-def _order_packs(plan: PackPlan, job: _Job) -> PackPlan:
-    """Shuffle packs, or sort them by their first sample if the order is kept."""
+def _shuffle_or_sort_packs(plan: PackPlan, job: _PackingJob) -> PackPlan:
+    """Order the packs at random with ``shuffle``; otherwise sort them by their first sample."""
     if not job.options.shuffle:
         return sort_by_sample(plan)
     order = seeded_order(plan.num_packs, seed=job.seed, epoch=job.epoch, stream=RandomStream.PACK_ORDER)
@@ -257,13 +301,17 @@ def map_on_processes(
     num_proc: int,
     on_progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[Result]:
-    """Compute ``[function(job) for job in jobs]`` on processes; the result does not depend on their number.
+    """Call ``function`` for each job, on up to ``num_proc`` processes; return the results in the order of the jobs.
 
-    ``function`` must be picklable. ``on_progress`` is called with the number of finished jobs after each, in order.
+    Args:
+        function: must be picklable, as must jobs and results.
+        num_proc: with 1, and in a daemonic process, everything is computed in this process.
+        on_progress: called in this process after each job, with the number of jobs finished so far.
     """
     num_proc = min(num_proc, len(jobs))
     # Daemonic processes, such as workers of data loaders, may not have children.
-    if num_proc <= 1 or multiprocessing.current_process().daemon:
+    is_daemon = multiprocessing.current_process().daemon
+    if num_proc <= 1 or is_daemon:
         return _collect(map(function, jobs), on_progress)
     try:
         with WorkerPool[Job, Result](num_proc, _job_function, function) as pool:
@@ -289,52 +337,74 @@ def _job_function(report: object, function: Callable[[Job], Result]) -> Callable
 
 
 _MAX_ATTEMPTS = 16
+_NO_INDEX = -1
 
 
 def place_next_fit(lengths: Int32Array, media_tokens: Int32Array | None, limits: PackLimits) -> Int64Array:
-    """Fill packs in order, from lengths and media tokens (N,); return the samples of each pack, int64 (K,)."""
-    ends = to_offsets(lengths)[1:].tolist()
+    """Fill packs with consecutive samples, each until the next sample does not fit.
+
+    For example lengths 5 3 2 4 with at most 8 tokens: packs of 2 and 2 samples.
+
+    Args:
+        lengths: tokens of each sample, (N,), and ``media_tokens`` among them, (N,), or None if they are not limited.
+
+    Returns:
+        The number of samples in each pack, int64 (K,).
+    """
+    ends = to_offsets(lengths)[1:].tolist()  # tokens up to the end of each sample, (N,)
     media_ends = None if media_tokens is None else to_offsets(media_tokens)[1:].tolist()
-    sizes, start, tokens_before, media_before = [], 0, 0, 0
+    pack_sizes = []
+    start = 0  # first sample of the pack
+    tokens_before = media_before = 0  # of all earlier packs
     while start < len(ends):
-        stop = min(bisect_right(ends, tokens_before + limits.tokens, start), start + limits.samples)
+        token_stop = bisect_right(ends, tokens_before + limits.tokens, start)
+        stop = min(token_stop, start + limits.samples)
         if media_ends is not None:
             stop = min(stop, bisect_right(media_ends, media_before + limits.media_tokens, start))
             media_before = media_ends[stop - 1]
-        sizes.append(stop - start)
-        start, tokens_before = stop, ends[stop - 1]
-    return np.array(sizes, dtype=np.int64)
+        pack_sizes.append(stop - start)
+        tokens_before = ends[stop - 1]
+        start = stop
+    return np.array(pack_sizes, dtype=np.int64)
 
 
 def place_sequential(
     lengths: Int32Array, media_tokens: Int32Array | None, limits: PackLimits, look_ahead: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
+    """Group N samples into packs, one pack after the other, and nearly in the order in which they are given.
 
-    ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
-    samples in pack order, int64 (N,), and the number of samples in each pack, (K,).
+    Each pack starts with the earliest unpacked sample. Then it takes samples that fill it well from a queue, which
+    holds only the next few samples.
+
+    Args:
+        lengths: tokens of each sample, (N,).
+        media_tokens: how many of these belong to images, videos and sounds, (N,); None if they are not limited.
+        limits: maximum tokens, media tokens and samples of a pack. Each sample alone must be within them.
+        look_ahead: number of samples in the queue besides the earliest one; 0 keeps the order.
+
+    Returns:
+        The sample numbers, pack by pack, int64 (N,), and the number of samples in each pack, int64 (K,).
     """
     if look_ahead == 0:
         return np.arange(len(lengths)), place_next_fit(lengths, media_tokens, limits)
-    media = [0] * len(lengths) if media_tokens is None else media_tokens.tolist()
-    queue = _Queue(lengths.tolist(), media, look_ahead)
-    order: list[int] = []
+    if media_tokens is None:
+        media_tokens = np.zeros_like(lengths)
+    queue = _SampleQueue(lengths.tolist(), media_tokens.tolist(), look_ahead)
+    sample_order: list[int] = []
     pack_sizes: list[int] = []
-    queue.refill()
-    while queue.waiting:
+    while queue.has_samples():
         pack_samples = _take_pack(queue, limits)
-        order += pack_samples
+        sample_order += pack_samples
         pack_sizes.append(len(pack_samples))
-        queue.refill()
-    return np.array(order, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
+    return np.array(sample_order, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
 
 
-def _take_pack(queue: _Queue, limits: PackLimits) -> list[int]:
-    """Take the samples of one pack from the queue, the first waiting one first."""
+def _take_pack(queue: _SampleQueue, limits: PackLimits) -> list[int]:
+    """Remove the samples of one pack from the queue, the earliest one first, and return them."""
     samples: list[int] = []
     free_tokens, free_media = limits.tokens, limits.media_tokens
-    index = queue.first()
-    while index >= 0:
+    index = queue.index_of_earliest()
+    while index != _NO_INDEX:
         sample = queue.take(index)
         samples.append(sample)
         free_tokens -= queue.lengths[sample]
@@ -343,14 +413,14 @@ def _take_pack(queue: _Queue, limits: PackLimits) -> list[int]:
             break
         if len(samples) > 1:  # the first one is not replaced, as only ``look_ahead`` samples after it may join it
             queue.refill()
-        index = queue.best(free_tokens, free_media)
+        index = queue.index_of_best(free_tokens, free_media)
     return samples
 
 
-class _Queue:
+class _SampleQueue:
     """Waiting samples: the first, and those after it that may be chosen, sorted by length.
 
-    ``waiting`` holds ``length * N + (N - 1 - sample)``: of equally long samples the earlier ones come last, where the
+    ``_waiting`` holds ``length * N + (N - 1 - sample)``: of equally long samples the earlier ones come last, where the
     search for the longest finds them first.
     """
 
@@ -359,63 +429,75 @@ class _Queue:
         self._has_media = any(media)
         self._num = len(lengths)
         self._max_waiting = look_ahead + 1
-        self._next = 0  # the first sample that is not waiting yet
-        self._first = 0  # no sample before it waits
-        self._packed = bytearray(self._num + 1)
-        self.waiting: list[int] = []
+        self._next_to_enter = 0  # the first sample that is not waiting yet
+        self._earliest = 0  # no sample before it waits
+        self._is_packed = bytearray(self._num + 1)
+        self._waiting: list[int] = []
+
+    def has_samples(self) -> bool:
+        """Refill the queue, and return whether any sample is left."""
+        self.refill()
+        return bool(self._waiting)
 
     def refill(self) -> None:
-        """Let samples enter while there is space."""
-        while self._next < self._num and len(self.waiting) < self._max_waiting:
-            insort(self.waiting, self._key(self._next))
-            self._next += 1
+        """Let the next samples enter while there is space."""
+        while self._next_to_enter < self._num and len(self._waiting) < self._max_waiting:
+            insort(self._waiting, self._key(self._next_to_enter))
+            self._next_to_enter += 1
 
-    def first(self) -> int:
-        """Find the index in ``waiting`` of the earliest sample."""
-        while self._packed[self._first]:
-            self._first += 1
-        return bisect_left(self.waiting, self._key(self._first))
+    def index_of_earliest(self) -> int:
+        """Find the index in ``_waiting`` of the earliest sample."""
+        while self._is_packed[self._earliest]:
+            self._earliest += 1
+        return bisect_left(self._waiting, self._key(self._earliest))
 
     def take(self, index: int) -> int:
-        """Remove and return the sample at an index of ``waiting``."""
+        """Remove and return the sample at an index of ``_waiting``."""
         sample = self._sample_at(index)
-        del self.waiting[index]
-        self._packed[sample] = 1
+        del self._waiting[index]
+        self._is_packed[sample] = 1
         return sample
 
-    def best(self, free: int, free_media: int) -> int:
-        """Find the index in ``waiting`` of the sample that fills a pack best; -1 if none fits.
+    def index_of_best(self, free_tokens: int, free_media: int) -> int:
+        """Find the waiting sample that fills a pack best; return its index in ``_waiting``, or ``_NO_INDEX``.
 
-        It is the longest that fits, or the longer one of a pair that leaves fewer of the ``free`` tokens than that.
+        It is the longest one that fits, or the longer one of a pair that leaves fewer tokens free. For example, 10
+        free tokens and waiting lengths 8, 6, 4: 8 alone leaves 2, but 6 and 4 leave none, so the choice is 6.
+
+        Args:
+            free_tokens, free_media: tokens, and media tokens, that the pack can still take.
         """
-        longest = self._longest_fitting(free, free_media)
-        if longest < 0:
-            return -1
-        best, min_left = longest, free - self._length_at(longest)
-        first = longest  # the longer sample of a pair: the longest that fits, then shorter ones
+        longest = self._longest_fitting(free_tokens, free_media)
+        if longest == _NO_INDEX:
+            return _NO_INDEX
+        best = longest
+        min_gap = free_tokens - self._length_at(longest)  # tokens left free by the best choice so far
+        longer = longest  # the longer sample of a pair
         for _ in range(_MAX_ATTEMPTS):
-            if first < 0 or min_left == 0:
+            if longer == _NO_INDEX or min_gap == 0:
                 break
-            first_length = self._length_at(first)
-            if 2 * first_length < free:
-                break  # too short to be the longer sample of a pair that fills the space
-            free_after_first = free - first_length
-            media_after_first = free_media - self._media_at(first)
-            second = self._longest_fitting(free_after_first, media_after_first, excluded=first)
-            if second >= 0 and free_after_first - self._length_at(second) < min_left:
-                best, min_left = first, free_after_first - self._length_at(second)
-            first = self._skip_too_much_media(first - 1, free_media)  # the next shorter one that fits
+            longer_length = self._length_at(longer)
+            if 2 * longer_length < free_tokens:
+                break  # too short: no pair can fill the space any more
+            free_beside = free_tokens - longer_length
+            media_beside = free_media - self._media_at(longer)
+            shorter = self._longest_fitting(free_beside, media_beside, excluded=longer)
+            if shorter != _NO_INDEX:
+                gap = free_beside - self._length_at(shorter)
+                if gap < min_gap:
+                    best, min_gap = longer, gap
+            longer = self._skip_too_much_media(longer - 1, free_media)  # the next shorter one that fits
         return best
 
-    def _longest_fitting(self, free: int, free_media: int, excluded: int = -1) -> int:
-        """Find the index of the longest sample that fits, the earliest of equally long ones; or -1."""
-        index = bisect_right(self.waiting, (free + 1) * self._num - 1) - 1
+    def _longest_fitting(self, free_tokens: int, free_media: int, excluded: int | None = None) -> int:
+        """Find the index of the longest sample that fits, the earliest of equally long ones, or ``_NO_INDEX``."""
+        index = bisect_right(self._waiting, (free_tokens + 1) * self._num - 1) - 1
         if index == excluded:
             index -= 1
         return self._skip_too_much_media(index, free_media)
 
     def _skip_too_much_media(self, index: int, free_media: int) -> int:
-        """Find the next index, from ``index`` down, of a sample whose media tokens fit; or -1."""
+        """Find the next index, from ``index`` down, of a sample whose media tokens fit, or ``_NO_INDEX``."""
         if self._has_media:
             while index >= 0 and self._media_at(index) > free_media:
                 index -= 1
@@ -425,10 +507,10 @@ class _Queue:
         return self.lengths[sample] * self._num + self._num - 1 - sample
 
     def _sample_at(self, index: int) -> int:
-        return self._num - 1 - self.waiting[index] % self._num
+        return self._num - 1 - self._waiting[index] % self._num
 
     def _length_at(self, index: int) -> int:
-        return self.waiting[index] // self._num
+        return self._waiting[index] // self._num
 
     def _media_at(self, index: int) -> int:
         return self.media[self._sample_at(index)]

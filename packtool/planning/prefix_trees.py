@@ -138,10 +138,11 @@ def plan_trees(
     media_tokens: tuple[IntArray, IntArray] | None = None,
     max_media_tokens: int | None = None,
 ) -> PrefixTrees:
-    """Build trees of samples that share prefixes, and divide trees that do not fit into a pack into groups.
+    """Find the samples that share prefixes, and divide them into groups of which each fits into a pack.
 
     Args:
-        lengths: (N,), tokens of each sample.
+        lengths: tokens of each sample, (N,).
+        prefixes: hashes of prefixes of these samples; equal hashes are shared prefixes.
         capacity, max_samples, max_media_tokens: maximum tokens, samples and media tokens of a group; a single sample
             with more media tokens is a group of its own.
         min_shared: minimum tokens of a shared prefix.
@@ -152,9 +153,11 @@ def plan_trees(
     forest = _Forest.from_prefixes(prefixes, min_shared)
     if max_length is None:
         max_length = capacity
-    walk = _DepthFirstWalk.of(forest, np.flatnonzero(lengths <= max_length))
+    short_enough = np.flatnonzero(lengths <= max_length)
+    walk = _DepthFirstWalk.of(forest, short_enough)  # samples with common prefixes are now neighbors
     if max_samples is None and max_media_tokens is None:
         walk = _pack_wide_trees(walk, lengths, capacity)
+
     limits = [_Limit(lengths[walk.samples], walk.shared_tokens, capacity)]
     if max_samples is not None:
         ones = np.ones_like(walk.samples)  # each sample counts as one, and shares no part of that
@@ -183,9 +186,13 @@ class DrawnPrefixes(NamedTuple):
     def build_trees(
         self, samples: Int64Array, lengths: IntArray, capacity: int, sets: Int64Array | None = None
     ) -> PrefixTrees:
-        """Build trees of drawn samples, (n,), of ``lengths`` (n,); in the trees they are numbered from 0 to n - 1.
+        """Build trees of drawn samples, which may repeat; in the trees they are numbered from 0 to n - 1.
 
-        Copies of a sample do not share prefixes, and neither do samples of different ``sets``, (n,).
+        Args:
+            samples: numbers of the drawn samples among all, (n,). Copies of a sample do not share prefixes.
+            lengths: tokens of each drawn sample, (n,).
+            sets: a number for each drawn sample, (n,); samples with different numbers do not share prefixes. None if
+                all may.
         """
         # Indices of the prefixes of each drawn sample, (m,), and where those of each sample begin.
         selected, offsets = gather_groups(self.prefixes.offsets, samples)
@@ -316,16 +323,22 @@ class _Forest:
 
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:
-        """Make one node of all prefixes with the same hash, if they are several and longer than ``min_shared``."""
+        """Make one node of all prefixes with the same hash, if several samples have it.
+
+        Only prefixes of more than ``min_shared`` tokens count. A node's parent is the next shorter prefix of its
+        samples that is a node, or the root.
+        """
         repeated = _repeated_prefixes(prefixes, min_shared)  # indices of prefixes, (X,), sample after sample
-        samples = prefixes.owners()[repeated]
+        samples = prefixes.owners()[repeated]  # the sample of each of these prefixes, (X,)
         numbers, first_of_node = _number_by_occurrence(prefixes.hashes[repeated])
-        nodes = numbers + 1  # the root is number 0
+        nodes = numbers + 1  # the node of each of these prefixes, (X,); the root is number 0
+
         # A sample lists its prefixes from short to long: the parent of a node is the one listed before it.
         parents = np.full(len(nodes), _ROOT)
-        parents[1:] = np.where(samples[1:] == samples[:-1], nodes[:-1], _ROOT)
+        has_same_sample = samples[1:] == samples[:-1]
+        parents[1:] = np.where(has_same_sample, nodes[:-1], _ROOT)
         last_nodes = np.full(prefixes.num_samples, _ROOT)
-        last_nodes[samples] = nodes  # the last one assigned to a sample remains
+        last_nodes[samples] = nodes  # the last one assigned to a sample remains: its longest prefix
         first_prefixes = repeated[first_of_node]
         # Samples share all of a prefix but its last token, which may have different targets.
         shared_tokens = prefixes.lengths[first_prefixes] - 1
@@ -475,15 +488,24 @@ def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) ->
 
 
 def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> _DepthFirstWalk:
-    """Distribute the branches of a tree of two or more samples over packs; a tree of few branches stays as it is."""
-    # Only the first sample shares nothing with the one before it. The least that another shares is the trunk.
+    """Distribute the branches of one tree over packs; return its samples in pack order.
+
+    Trunk and branches are as in ``_pack_wide_trees``. The first branch of each pack shares nothing with the branch
+    before it, the others share the trunk. A tree of few branches, or of one pack, is returned as it is.
+
+    Args:
+        tree: two or more samples of one tree.
+        lengths: tokens of complete samples, by sample number, (n,).
+    """
+    # The first sample shares nothing with the one before it. The least that another shares is the trunk.
     trunk_position = 1 + int(tree.shared_tokens[1:].argmin())
     trunk_tokens = int(tree.shared_tokens[trunk_position])
     trunk_prefix = int(tree.shared_prefixes[trunk_position])
     branch_starts, branch_tokens = _branches_of(tree, lengths, trunk_tokens)
-    space = capacity - trunk_tokens
+    space = capacity - trunk_tokens  # of a pack, beside the trunk
     if np.count_nonzero(branch_tokens <= space) < MIN_BRANCHES or branch_tokens.sum() <= space:
         return tree
+
     branch_order, opens_pack = _pack_branches(branch_tokens, space)
     branch_offsets = np.append(branch_starts, len(tree.samples))
     positions, new_branch_offsets = gather_groups(branch_offsets, branch_order)
@@ -527,68 +549,3 @@ def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> Pr
     offsets = np.unique(np.searchsorted(positions, trees.offsets))
     walk = _DepthFirstWalk(trees.samples[positions], trees.shared_tokens[sources], trees.shared_prefixes[sources])
     return walk.divide(offsets[:-1], trees.tree_ids[positions], trees.part_placement)
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Tokens that occur once in a pack: a prefix of several samples, or the rest of one sample.
-
-    Args:
-        first_sample, stop_sample: the samples that have them, in pack order, ``stop_sample`` excluded.
-        start, stop: positions of the tokens, the same in each of these samples.
-        parent: index of the branch that they continue, earlier in the list; or ``NOTHING``.
-    """
-
-    first_sample: int
-    stop_sample: int
-    start: int
-    stop: int
-    parent: int
-
-    @property
-    def num_samples(self) -> int:
-        return self.stop_sample - self.first_sample
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-
-def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[Branch]:
-    """List the branches of one pack in the order of their tokens, each after its parent.
-
-    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more. ``shared``, (S,), are the tokens that it
-    shares with the sample before it; None if nothing is shared.
-    """
-    shared_tokens = [0] * len(new_tokens) if shared is None else shared.tolist()
-    shared_tokens.append(0)  # nothing is shared beyond the end of the pack
-    branches: list[Branch] = []
-    path: list[int] = []  # indices of the branches that make up the current sample, from its beginning
-    for sample, num_new in enumerate(new_tokens.tolist()):
-        num_shared = shared_tokens[sample]
-        # Branches end wherever a later sample leaves them, so the shared prefix consists of complete branches.
-        while path and branches[path[-1]].stop > num_shared:
-            path.pop()
-        start = num_shared
-        for stop, stop_sample in _new_branch_stops(sample, num_shared + num_new, shared_tokens):
-            parent = path[-1] if path else NOTHING
-            path.append(len(branches))
-            branches.append(Branch(sample, stop_sample, start, stop, parent))
-            start = stop
-    return branches
-
-
-def _new_branch_stops(sample: int, num_tokens: int, shared_tokens: list[int]) -> list[tuple[int, int]]:
-    """Find the branches of a sample of ``num_tokens`` that the sample before it lacks, the first tokens first.
-
-    Returns the token position at which each ends, and the first following sample that lacks it.
-    """
-    stops: list[tuple[int, int]] = []
-    stop = num_tokens
-    for following in range(sample + 1, len(shared_tokens)):
-        if shared_tokens[following] < stop:
-            stops.append((stop, following))
-            stop = shared_tokens[following]
-        if stop <= shared_tokens[sample]:
-            break  # the sample before it has all tokens up to here
-    return stops[::-1]

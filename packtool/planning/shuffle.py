@@ -58,29 +58,35 @@ CHUNK = 1 << 18
 def seeded_order(
     num: int, *, seed: int, epoch: int, stream: int, descending_by: npt.NDArray[np.integer[Any]] | None = None
 ) -> npt.NDArray[np.int64]:
-    """Order the numbers 0 to ``num`` - 1 at random; with ``descending_by``, by that value, and at random among equals.
+    """Order the numbers 0 to ``num`` - 1 at random, the same on every machine.
 
-    ``descending_by``, (num,), are values of 0 or more; the result is int64 (num,). ``stream`` is a ``RandomStream``,
-    plus ``of_window`` for a window of samples that is packed by itself.
+    With ``descending_by``, the numbers are sorted by these values, and only those of equal value are in random order.
+
+    Args:
+        stream: purpose of the random numbers, a ``RandomStream``, plus ``of_window`` for a window of samples that is
+            packed by itself. Different streams give independent orders.
+        descending_by: integers of 0 or more, (num,).
     """
     largest = int(descending_by.max()) if descending_by is not None and num else 0
-    number_bits, value_bits = max(num - 1, 0).bit_length(), largest.bit_length()
+    value_bits = largest.bit_length()
+    number_bits = max(num - 1, 0).bit_length()
     assert number_bits + value_bits < 64, "there are random bits"
     # numpy guarantees the output of ``SeedSequence`` and ``random_raw``, but not of ``permutation``.
     bit_generator = _random_source(seed, epoch, stream)
-    # Keys to sort by, from the highest bit: largest value minus the number's value, random bits, the number itself.
+    # A key of 64 bits per number: first ``largest`` minus its value, then random bits, then the number itself.
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
-        chunk = slice(start, min(start + CHUNK, num))
-        numbers = np.arange(chunk.start, chunk.stop, dtype=np.uint64)
+        stop = min(start + CHUNK, num)
+        numbers = np.arange(start, stop, dtype=np.uint64)
         random_bits = np.asarray(bit_generator.random_raw(len(numbers))) >> (value_bits + number_bits)
-        keys[chunk] = (random_bits << number_bits) | numbers
+        chunk_keys = (random_bits << number_bits) | numbers
         if descending_by is not None and value_bits:
-            below_largest = (largest - descending_by[chunk]).astype(np.uint64)
-            keys[chunk] |= below_largest << (64 - value_bits)
+            below_largest = (largest - descending_by[start:stop]).astype(np.uint64)
+            chunk_keys |= below_largest << (64 - value_bits)
+        keys[start:stop] = chunk_keys
     keys.sort()
     order = keys.view(np.int64)
-    order &= (1 << number_bits) - 1  # leaves the numbers
+    order &= (1 << number_bits) - 1  # keeps only the numbers
     return order
 
 

@@ -227,29 +227,36 @@ class _Step:
         return self.shard_longest(ascending, max_seconds) or placed
 
     def shard_longest(self, ascending: list[int], max_seconds: float) -> PlacedMicroBatch | None:
-        """Shard the longest sequences, as many as is fastest; None if no placement takes less than ``max_seconds``.
+        """Place a micro-batch by sharding its longest sequences over all ranks, as many of them as is fastest.
 
-        The other sequences are local: longest first, each to the rank with the least work so far (LPT).
+        The other sequences are local, each to one rank: longest first, to the rank with the least work so far (LPT).
+
+        Args:
+            ascending: the sequences of the micro-batch, the shortest first.
+
+        Returns:
+            None if no placement that fits takes less than ``max_seconds``.
         """
         longest_first = ascending[::-1]
-        best = None
-        for num_sharded, (tokens, sharded, local) in enumerate(self._sums_when_sharded(longest_first)):
+        fastest = None
+        for num_sharded, sums in enumerate(self._sums_when_sharded(longest_first)):
+            sharded_tokens, sharded_load, local_load = sums
             # Tokens and the mean work only grow when more sequences are sharded.
-            if tokens > self.capacity or self._mean_seconds(local, sharded) >= max_seconds:
+            if sharded_tokens > self.capacity or self._mean_seconds(local_load, sharded_load) >= max_seconds:
                 break
             local_sequences = longest_first[num_sharded:]
-            if self._min_seconds(local_sequences, local, sharded, tokens) >= max_seconds:
+            if self._min_seconds(local_sequences, local_load, sharded_load, sharded_tokens) >= max_seconds:
                 continue
-            assigned = self.assign_local(local_sequences, self.capacity - tokens)
+            assigned = self.assign_local(local_sequences, self.capacity - sharded_tokens)
             if assigned is None:
                 continue
-            ranks, rank_loads = assigned
-            seconds = self.seconds(rank_loads, sharded, tokens)
+            local_ranks, rank_loads = assigned
+            seconds = self.seconds(rank_loads, sharded_load, sharded_tokens)
             if seconds < max_seconds:
                 max_seconds = seconds
-                placement = [SHARDED] * num_sharded + ranks  # the longest sequence first
-                best = PlacedMicroBatch(ascending, placement[::-1], seconds)
-        return best
+                placement = [SHARDED] * num_sharded + local_ranks  # the longest sequence first
+                fastest = PlacedMicroBatch(ascending, placement[::-1], seconds)
+        return fastest
 
     def _sums_when_sharded(self, sequences: list[int]) -> Iterator[tuple[int, Load, Load]]:
         """Yield tokens and work of the first 0, 1, ... sequences, if sharded, and the work of the others, if local."""
@@ -330,24 +337,25 @@ class _PartialPlacement:
         return False
 
     def best_placement(self) -> PlacedMicroBatch:
-        """Return this placement, which fits, or a faster one with more sharded sequences; changes this object.
+        """Return this placement, which must fit, or a faster one with more sharded sequences.
 
-        Sequences are sharded one by one, the longest of the busiest rank each time, until that no longer helps.
+        Sequences that are local to one rank are sharded over all ranks one by one: the longest of the busiest rank
+        each time, until that no longer helps. Changes this object, which must not be used afterwards.
         """
         best = self._micro_batch()
         if self.step.group_size == 1:
             return best
-        num_failures = 0  # since the best placement
-        while num_failures < self.step.group_size:
+        failures_since_best = 0
+        while failures_since_best < self.step.group_size:
             busiest_rank = self.loads.index(max(self.loads))
             if not self.local[busiest_rank]:
                 break
             self._shard_longest_of(busiest_rank)
             if self.fits() and self.seconds() < best.seconds:
                 best = self._micro_batch()
-                num_failures = 0
+                failures_since_best = 0
             else:
-                num_failures += 1
+                failures_since_best += 1
         return best
 
     def _micro_batch(self) -> PlacedMicroBatch:

@@ -215,8 +215,10 @@ def assign_balanced(
     ``within-step`` gives the ranks equal work; ``window`` also exchanges packs between steps near each other. The last
     step takes the remaining packs, in as few micro-batches as its ranks need.
 
-    ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts`` have a required placement in steps.
-    ``num_packs``: plan no more steps than for this many packs.
+    Args:
+        costs: work of each pack, (K,), needed for balancing.
+        tree_parts: packs of one prefix tree, which must be in one step, or in different ones.
+        num_packs: plan no more steps than for this many packs.
     """
     world_size, accumulation = options.world_size, options.gradient_accumulation_steps
     packs_per_micro_batch = options.per_device_train_batch_size
@@ -230,8 +232,9 @@ def assign_balanced(
     order = _order_for_steps(packs.num_packs, costs, options, tree_parts)
     num_full_steps = _num_full_steps(packs.num_packs, num_packs, options.packs_per_step)
     num_in_full_steps = num_full_steps * options.packs_per_step
-    full_order = _assign_full_steps(order[:num_in_full_steps], costs, options)
+    full_order = _sort_full_steps_by_rank(order[:num_in_full_steps], costs, options)
     last_order, last_sizes = _assign_last_step(order[num_in_full_steps:], world_size, packs_per_micro_batch, costs)
+
     micro_batches_per_step = [world_size * accumulation] * num_full_steps
     full_sizes = np.full(sum(micro_batches_per_step), packs_per_micro_batch, dtype=np.int64)
     if len(last_order):
@@ -268,8 +271,11 @@ def _order_for_steps(
     return order if tree_parts is None else tree_parts.reorder(order, options.packs_per_step)
 
 
-def _assign_full_steps(packs: Int64Array, costs: Costs | None, options: PlanOptions) -> Int64Array:
-    """Sort the packs of full steps, (n,), by rank; without ``costs`` of all packs, (K,), ranks take them in turn."""
+def _sort_full_steps_by_rank(packs: Int64Array, costs: Costs | None, options: PlanOptions) -> Int64Array:
+    """Sort the packs of full steps, (n,), within each step: first those of rank 0, then those of rank 1.
+
+    ``costs``: work of all packs, (K,); if None, each step's packs go to the ranks in turn.
+    """
     if costs is None:
         rounds = packs.reshape(-1, options.packs_per_step // options.world_size, options.world_size)
         return rounds.transpose(0, 2, 1).reshape(-1)
@@ -281,21 +287,28 @@ def _assign_full_steps(packs: Int64Array, costs: Costs | None, options: PlanOpti
 def _assign_last_step(
     packs: Int64Array, world_size: int, packs_per_micro_batch: int, costs: Costs | None
 ) -> tuple[Int64Array, Int64Array]:
-    """Assign the packs (n,) of the last, smaller step; return their order and their micro-batches' sizes, rank by rank.
+    """Divide the packs of the last, smaller step, (n,), among the ranks, and those of a rank into micro-batches.
 
-    ``costs`` are by pack number; None assigns packs to ranks in turn. Micro-batches may be empty.
+    All ranks get the same number of micro-batches, so some of these may be empty.
+
+    Args:
+        costs: work of all packs of the epoch, by pack number; None assigns packs to ranks in turn.
+
+    Returns:
+        The packs, rank by rank, (n,), and the number of packs in each micro-batch, rank by rank.
     """
     if not len(packs):
         return packs, np.zeros(0, np.int64)
-    num_micro_batches = math.ceil(len(packs) / (world_size * packs_per_micro_batch))  # of each rank
+    micro_batches_per_rank = math.ceil(len(packs) / (world_size * packs_per_micro_batch))
     if costs is None:
-        rank_packs = [packs[rank::world_size] for rank in range(world_size)]
+        packs_of_ranks = [packs[rank::world_size] for rank in range(world_size)]
     else:
-        rank_packs = _divide_by_cost(packs, costs[packs], world_size)
-    sizes: list[int] = []
-    for own_packs in rank_packs:
-        sizes += map(len, np.array_split(own_packs, num_micro_batches))
-    return np.concatenate(rank_packs), np.array(sizes, dtype=np.int64)
+        packs_of_ranks = _divide_by_cost(packs, costs[packs], world_size)
+    micro_batch_sizes: list[int] = []
+    for rank_packs in packs_of_ranks:
+        micro_batches = np.array_split(rank_packs, micro_batches_per_rank)
+        micro_batch_sizes += map(len, micro_batches)
+    return np.concatenate(packs_of_ranks), np.array(micro_batch_sizes, dtype=np.int64)
 
 
 def _divide_by_cost(packs: Int64Array, costs: Costs, num_ranks: int) -> list[Int64Array]:
@@ -430,30 +443,43 @@ def assign_to_lightest(items: Iterable[int], weights: Sequence[float], num_group
 def divide_evenly(
     sizes: Sequence[int], work: Sequence[float], num_groups: int, capacity: int
 ) -> list[list[int]] | None:
-    """Divide items into groups of at most ``capacity`` and about equal work; None if an item fits in no group.
+    """Divide items into groups of about equal work, whose sizes add up to at most ``capacity``.
 
-    One after the other, the heaviest first, items go to the group with the least work that has enough space. Returns
-    the items of each group, the lightest first; the group with the most work comes first, and groups may be empty.
+    The items, which are indices into ``sizes`` and ``work``, are placed one after the other, the heaviest first. Each
+    goes to the group with the least work that has enough space. None if an item fits in no group.
+
+    Returns:
+        The items of each group, the lightest first. The group with the most work comes first; groups may be empty.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     free = [capacity] * num_groups
-    heap = [(0.0, group) for group in range(num_groups)]  # work and number of each group, the lightest on top
-    items = sorted(range(len(work)), key=lambda i: (-work[i], -i))
-    for item in items:
-        # Take groups without enough space off the heap, and put them back afterwards.
-        too_full = []
-        while heap and free[heap[0][1]] < sizes[item]:
-            too_full.append(heapq.heappop(heap))
-        if not heap:
+    lightest_groups = [(0.0, group) for group in range(num_groups)]  # a heap of work and number of each group
+    heaviest_first = sorted(range(len(work)), key=lambda i: (-work[i], -i))
+    for item in heaviest_first:
+        too_full = _pop_groups_without_space(lightest_groups, free, sizes[item])
+        if not lightest_groups:
             return None  # no group has enough space
-        group_work, group = heap[0]
+        group_work, group = lightest_groups[0]
         groups[group].append(item)
         free[group] -= sizes[item]
-        heapq.heapreplace(heap, (group_work + work[item], group))
+        heapq.heapreplace(lightest_groups, (group_work + work[item], group))
         for entry in too_full:
-            heapq.heappush(heap, entry)
-    heap.sort(key=lambda entry: (-entry[0], entry[1]))  # the heaviest first
-    return [groups[group][::-1] for _, group in heap]
+            heapq.heappush(lightest_groups, entry)
+    most_work_first = sorted(lightest_groups, key=lambda entry: (-entry[0], entry[1]))
+    return [groups[group][::-1] for _, group in most_work_first]
+
+
+def _pop_groups_without_space(
+    lightest_groups: list[tuple[float, int]], free: list[int], size: int
+) -> list[tuple[float, int]]:
+    """Pop groups off the heap until its first one has space for ``size``, or it is empty; return those popped."""
+    popped = []
+    while lightest_groups:
+        _, lightest = lightest_groups[0]
+        if free[lightest] >= size:
+            break
+        popped.append(heapq.heappop(lightest_groups))
+    return popped
 
 
 def imbalance(rank_costs: Costs) -> Costs:

@@ -136,9 +136,14 @@ def separate_groups(
 ) -> PackPlan:
     """Swap groups of about equal tokens so that no pack has two groups of one tree, as far as possible.
 
-    ``packs`` has groups in place of samples. By group, (G,): its tree or ``NOTHING``, and its ``media_tokens``.
+    A group is a part of a prefix tree that is packed like one sample.
+
+    Args:
+        packs: packs of groups: ``packs.samples`` are the numbers of all G groups.
+        tree_of_group: its tree, or ``NOTHING``, (G,).
+        media_tokens: of each group, (G,); together with ``max_media_tokens`` of a pack, or None if not limited.
     """
-    repeated = _repeated_groups(packs, tree_of_group)
+    repeated = _repeated_groups(packs, tree_of_group)  # positions in ``packs.samples``
     if not repeated:
         return packs
     group_tokens = np.empty_like(packs.lengths)
@@ -148,11 +153,13 @@ def separate_groups(
         limits.append((media_tokens.tolist(), max_media_tokens))
     groups_in_trees = np.flatnonzero(tree_of_group != NOTHING)
     swaps = _Swaps(packs.samples, packs.offsets, tree_of_group[groups_in_trees], groups_in_trees, limits)
+
     positions_by_tokens = np.argsort(packs.lengths, kind="stable")
-    index_of_position = invert_order(positions_by_tokens)
+    index_by_tokens = invert_order(positions_by_tokens)  # of each position in ``positions_by_tokens``
     for position in repeated:
-        similar = _nearby_indices(int(index_of_position[position]), packs.num_samples)
-        swaps.separate(position, (int(positions_by_tokens[index]) for index in similar))
+        similar = _nearby_indices(int(index_by_tokens[position]), packs.num_samples)
+        similar_positions = (int(positions_by_tokens[index]) for index in similar)
+        swaps.separate(position, similar_positions)
     groups = np.array(swaps.items, np.int64)
     return replace(packs, samples=groups, lengths=group_tokens[groups])
 
@@ -184,17 +191,21 @@ class _Swaps:
         items_in_trees: Int64Array,
         limits: Sequence[tuple[list[int], int]] = (),
     ) -> None:
+        bins = np.arange(len(offsets) - 1)
+        bin_of_position = np.repeat(bins, np.diff(offsets))
         self.items: list[int] = items.tolist()
         self.position_of: list[int] = invert_order(items).tolist()  # by item
         self._offsets: list[int] = offsets.tolist()
-        self._bin_of: list[int] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).tolist()  # by position
+        self._bin_of: list[int] = bin_of_position.tolist()
         self._trees_of = defaultdict[int, list[int]](list)  # by item
         for tree, item in zip(trees.tolist(), items_in_trees.tolist(), strict=True):
             self._trees_of[item].append(tree)
         self._limits = limits
-        # Sums of each bin, by limit.
-        self._sums = [np.add.reduceat(np.array(amounts)[items], offsets[:-1]).tolist() for amounts, _ in limits]
-        self._counts: dict[int, Counter[int]] = {}  # by bin, of those that were looked at
+        self._sums: list[list[int]] = []  # for each limit, the sum of the amounts in each bin
+        for amounts, _ in limits:
+            amounts_by_position = np.array(amounts)[items]
+            self._sums.append(np.add.reduceat(amounts_by_position, offsets[:-1]).tolist())
+        self._counts: dict[int, Counter[int]] = {}  # by bin, the items in each tree; filled when a bin is needed
         self._attempts_left = _MAX_ATTEMPTS
 
     def separate(self, position: int, others: Iterable[int]) -> None:

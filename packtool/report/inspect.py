@@ -28,7 +28,7 @@ from packtool.encode.families import MediaLimits, pad_ids_of
 from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
-from packtool.planning.prefix_trees import Branch, find_branches
+from packtool.planning.prefix_branches import Branch, find_branches
 from packtool.progress import Progress
 from packtool.report.regions import PICTURE, ShownRegion, regions_of
 from packtool.report.tables import Figures, Line, filled_lines

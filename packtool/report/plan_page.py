@@ -16,7 +16,7 @@ import numpy.typing as npt
 from packtool.config.mixture import UNITS
 from packtool.planning.mixture import added, by_name, share_figures
 from packtool.planning.pack_plan import PackPlan
-from packtool.planning.prefix_trees import Branch, find_branches
+from packtool.planning.prefix_branches import Branch, find_branches
 from packtool.report.drawing import AXIS_LENGTH, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
 from packtool.report.plan import plan_lines, times_without_packing
 from packtool.report.tables import Figures, Histogram, fill_histogram, length_histogram, percent, source_rows

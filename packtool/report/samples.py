@@ -40,7 +40,7 @@ from packtool.media.files import MediaProblem, open_medium
 from packtool.media.measure import load_image
 from packtool.media.suffix import is_media, suffix_of
 from packtool.media.video import load_video
-from packtool.planning.prefix_trees import find_branches
+from packtool.planning.prefix_branches import find_branches
 from packtool.progress import Progress
 from packtool.report.drawing import plural, render
 from packtool.report.inspect import Decoder, Medium, dropped_rows, model_of_cache

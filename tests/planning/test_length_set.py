@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.planning.best_fit import LengthSet
+from packtool.planning.length_set import LengthSet
 
 
 @given(

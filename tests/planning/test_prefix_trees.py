@@ -17,16 +17,8 @@ from packtool.planning.epoch import assign_packs, plan_epoch
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import PackPlan, split_to_count
 from packtool.planning.packing import pack, pack_singletons, share_drawn_prefixes, share_prefixes_in_steps
-from packtool.planning.prefix_trees import (
-    NOTHING,
-    Branch,
-    DrawnPrefixes,
-    Prefixes,
-    PrefixTrees,
-    find_branches,
-    plan_trees,
-    rebuild_trees,
-)
+from packtool.planning.prefix_branches import Branch, find_branches
+from packtool.planning.prefix_trees import NOTHING, DrawnPrefixes, Prefixes, PrefixTrees, plan_trees, rebuild_trees
 from packtool.planning.summary import pack_costs
 from packtool.planning.towers import TowerWork
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from packtool.planning.prefix_trees import Branch, find_branches
+from packtool.planning.prefix_branches import Branch, find_branches
 from packtool.report.tables import Histogram
 
 SWEEP_FIGURES = (
