@@ -22,16 +22,21 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool = False, head_dim: int = 0
 ) -> Kernel:
-    """Return the kernel of this name (ConfigError if it is unusable), or the fastest usable one for ``auto``."""
+    """Return the attention kernel with this ``--attn-impl`` name; for ``auto``, the fastest that can be used.
+
+    ``device``, ``dtype``, ``needs_dropout`` (of attention weights) and ``head_dim`` are those of an attention call.
+    Raises a ConfigError if there is no such kernel, or if it cannot compute the call.
+    """
     if name == AUTO:
-        candidates = _fastest_first()
-        return next(
-            each for each in candidates if _unusable_error(each, device, dtype, needs_dropout, head_dim) is None
-        )
+        for candidate in _fastest_first():
+            if _unusable_error(candidate, device, dtype, needs_dropout, head_dim) is None:
+                return candidate
+        raise AssertionError("SDPA is always usable")
     if name not in KERNELS:
         raise ConfigError(f"--attn-impl {name}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
     kernel = KERNELS[name]
-    if error := _unusable_error(kernel, device, dtype, needs_dropout, head_dim):
+    error = _unusable_error(kernel, device, dtype, needs_dropout, head_dim)
+    if error is not None:
         best = choose(AUTO, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
         raise ConfigError(
             f"--attn-impl {name}: {error.message}",

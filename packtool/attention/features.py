@@ -92,9 +92,13 @@ class _TowerHooks:
             module.language_model._deepstack_process = types.MethodType(_deepstack_process, module.language_model)
 
     def _embed(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Replace the token ids and media of a forward call by embeddings with the media features written in.
+        """Replace the token ids and media of a forward call by embeddings that contain the media's features.
 
-        ``kwargs["towers"]`` has the ``TowerInputs`` of the "vision" tower (images and videos) and the "sound" tower.
+        A pre-hook of the model's forward. ``kwargs["towers"]`` has the ``TowerInputs`` of the media encoders: "vision"
+        (images and videos) and "sound". Without it, transformers' own forward encodes the media.
+
+        Returns:
+            The arguments that the forward is called with instead, by position and by name.
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
@@ -104,6 +108,7 @@ class _TowerHooks:
         needs_hook = any(kwargs.get(name) is not None for name in VIDEO_INPUTS)
         if not towers or not (self.is_enabled or needs_hook):
             return args, kwargs
+
         input_ids = args[0] if args else kwargs["input_ids"]  # LLaVA-NeXT passes its token ids by position
         embeddings = module.get_input_embeddings()(input_ids)  # (B, T, D)
         features = self._run_towers(module, towers, kwargs)
@@ -111,13 +116,14 @@ class _TowerHooks:
         if shard is not None:
             # Once, after all towers have run, so that ranks wait for each other only once.
             features = self._exchange(features, shard)
-        positions: dict[str, Tensor] = {}  # by kind of medium, the rows of its features in the flat embeddings, (N,)
+        feature_positions: dict[str, Tensor] = {}  # by kind of medium: (N,), where its features go in all B * T tokens
         for inputs in towers.values():
-            positions.update(inputs.positions)
-        self._deepstack = _deepstack_inputs(features, positions)
+            feature_positions.update(inputs.positions)
+        self._deepstack = _deepstack_inputs(features, feature_positions)  # for the text tower, by another hook
+
         text_arguments = self._without_media(kwargs)
         text_arguments["input_ids"] = None
-        text_arguments["inputs_embeds"] = _with_features(embeddings, features, positions)
+        text_arguments["inputs_embeds"] = _with_features(embeddings, features, feature_positions)
         return (), text_arguments  # the token ids are the only argument by position
 
     def _exchange(self, features: Features, shard: SequenceShard) -> Features:
@@ -212,25 +218,37 @@ def _processor_features(module: Any, media: Mapping[str, Tensor], kwargs: Mappin
 
 
 def _tile_features(module: Any, media: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
-    """Compute features (N, D) of LLaVA-OneVision's media in order, all by one call of its ``get_image_features``.
+    """Compute the features of LLaVA-OneVision's media, (N, D) in their order, by one call of the vision tower.
 
-    The model takes frames as pictures that are not cut into tiles; their features are then pooled.
+    Some pictures are cut into tiles. All other media are uncut: a picture, or frames of a video, of one tile each.
+    The model takes a cut picture as a row of its own, and here all uncut tiles as pictures of one more row.
+
+    Args:
+        media: ``pixel_values``, the tiles of all media in order, and ``image_sizes`` of the cut pictures.
+        tiles: int64 (media, 2), the number of tiles of each medium and its form, such as ``CUT_PICTURE``.
     """
-    counts, forms = (column.tolist() for column in tiles.unbind(1))
-    parts = list(zip(torch.split(media["pixel_values"], counts), forms, strict=True))
-    cut_pictures = [part for part, form in parts if form == CUT_PICTURE]
-    uncut_parts = [part for part, form in parts if form != CUT_PICTURE]
-    if sum(map(len, uncut_parts)) == 1:  # the model would cut a picture that is alone
-        uncut_parts *= 2
-    num_uncut = sum(map(len, uncut_parts))
-    sizes = F.pad(media["image_sizes"], (0, 0, 0, num_uncut))  # those of other media are not used
-    num_images = [1] * len(cut_pictures) + [num_uncut]  # in each row
-    pixels = torch.cat([*cut_pictures, *uncut_parts])
-    output = module.get_image_features(pixels, sizes, batch_num_images=num_images, return_dict=True)
-    features = output.pooler_output
-    cut_features, uncut_features = iter(features[: len(cut_pictures)]), iter(features[len(cut_pictures) :])
-    media_tiles = zip(counts, forms, strict=True)
-    return torch.cat([*_features_in_order(module, media_tiles, cut_features, uncut_features)])
+    tile_counts, forms = (column.tolist() for column in tiles.unbind(1))
+    cut_pictures: list[Tensor] = []
+    uncut_media: list[Tensor] = []
+    for pixels, form in zip(torch.split(media["pixel_values"], tile_counts), forms, strict=True):
+        if form == CUT_PICTURE:
+            cut_pictures.append(pixels)
+        else:
+            uncut_media.append(pixels)
+    num_uncut_tiles = sum(len(pixels) for pixels in uncut_media)
+    if num_uncut_tiles == 1:  # the model would cut a picture that is alone in its row
+        uncut_media *= 2
+        num_uncut_tiles = 2
+
+    image_sizes = F.pad(media["image_sizes"], (0, 0, 0, num_uncut_tiles))  # those of uncut tiles are not used
+    images_per_row = [1] * len(cut_pictures) + [num_uncut_tiles]
+    pixel_values = torch.cat([*cut_pictures, *uncut_media])
+    output = module.get_image_features(pixel_values, image_sizes, batch_num_images=images_per_row, return_dict=True)
+    features = output.pooler_output  # for each image, (n, D)
+    cut_features = iter(features[: len(cut_pictures)])
+    uncut_features = iter(features[len(cut_pictures) :])
+    counts_and_forms = zip(tile_counts, forms, strict=True)
+    return torch.cat([*_features_in_order(module, counts_and_forms, cut_features, uncut_features)])
 
 
 def _features_in_order(

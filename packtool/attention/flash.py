@@ -124,27 +124,34 @@ class TorchVarlenKernel(Kernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """Implement ``attend``; raise a ConfigError for a window if the installed torch does not support windows."""
+        """Implement ``attend`` by torch's ``varlen_attn``, whose parameters depend on the version of torch.
+
+        Raises a ConfigError for a window if the installed torch does not support windows.
+        """
         varlen_attn = _varlen_module().varlen_attn
-        parameters = _parameters(varlen_attn)  # which depend on the version of torch
+        parameters = _parameters(varlen_attn)
         options = _window_and_causal_options(parameters, varlen, window)
         value_dim = v.shape[-1]
-        q, k, v = pad_heads(q, k, v)
+        q, k, v = pad_heads(q, k, v)  # to one head size, a multiple of 8
         if "scale" in parameters:
             options["scale"] = scale
         else:
+            # The function multiplies scores by 1 / sqrt(padded_dim), which this factor undoes.
             padded_dim = q.shape[-1]
-            q = q * (scale * math.sqrt(padded_dim))  # the function multiplies scores by 1 / sqrt(padded_dim)
+            q = q * (scale * math.sqrt(padded_dim))
+        num_query_heads = q.shape[1]
         if "enable_gqa" in parameters:
-            options["enable_gqa"] = q.shape[1] != k.shape[1]
+            options["enable_gqa"] = num_query_heads != k.shape[1]
         else:
-            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+            k = _repeat_heads(k, num_query_heads)
+            v = _repeat_heads(v, num_query_heads)
         # With prefixes among the keys, causal masks must be aligned at the last tokens. torch uses cuDNN, which does
         # not do this, only if both ``cu_seqlens`` are the same tensor.
         keys = varlen.key_boundaries
-        boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
-        out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
-        return out[..., :value_dim]
+        out: Tensor = varlen_attn(
+            q, k, v, varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen, **options
+        )
+        return out[..., :value_dim]  # without the padding
 
 
 def _repeat_heads(keys_or_values: Tensor, num_heads: int) -> Tensor:
@@ -213,12 +220,15 @@ def _flex_function(device_type: str) -> Callable[..., Any]:
 def _block_mask(
     lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, causal: bool, device: torch.device
 ) -> Any:
-    """Return FlexAttention's block mask of packed documents; cached for all layers of a batch with one window.
+    """Return FlexAttention's mask for attention within packed documents; cached for all layers with one window.
 
-    A document may have more keys than queries; its last query and its last key are the same token.
+    Args:
+        lengths: queries of each document.
+        key_lengths: keys of each document, which may be more than its queries: these are the last of the keys.
+        window: a query sees itself and at most ``window - 1`` tokens before it; None: all before it.
     """
     document_of_query = document_of_key = _document_of_token(lengths).to(device)
-    key_shift_of_query = None  # by how much a token's index among the keys exceeds that among the queries
+    key_shift_of_query = None  # by how much a token's index among all keys exceeds that among all queries
     if key_lengths != lengths:
         document_of_key = _document_of_token(key_lengths).to(device)
         key_shift_of_document = _key_shifts(lengths, key_lengths).to(device)

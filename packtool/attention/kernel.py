@@ -132,31 +132,38 @@ class Varlen:
         shifts = (key_ends.diff() - ends[1:]).repeat_interleave(ends.diff(), output_size=num_tokens)
         return torch.arange(num_tokens, device=ends.device) + shifts
 
-    def cut(self, chunk_size: int) -> tuple[Varlen, Tensor | None]:
-        """Cut documents into chunks of keys, counted from the document's first key, so that queries see only their own.
+    def cut_into_chunks(self, chunk_size: int) -> tuple[Varlen, Tensor | None]:
+        """Cut each document into chunks of ``chunk_size`` keys, for layers whose queries see only their own chunk.
 
-        Return the boundaries of the chunks with queries, and the indexes of their keys, int64 (T'',); None for all.
+        The queries of a document are its last keys. Chunks count from its first key; those without queries are left
+        out. Chunks of 4 for a document of 7 keys and 5 queries: 4 keys with 2 queries, then 3 keys with 3 queries.
+
+        Returns:
+            The boundaries of the chunks; and the indexes of their keys among the keys of all documents, int64 (T'',),
+            or None if these are all keys.
         """
         key_lengths = self.key_boundaries.host_lengths()
         if max(key_lengths, default=0) <= chunk_size:
             return self, None
-        query_counts, key_counts, keys = [], [], []  # of each chunk; indexes of the keys of each document
-        end = 0
-        for length, num_keys in zip(self.host_lengths(), key_lengths, strict=True):
-            first_query = num_keys - length
-            first_key = first_query // chunk_size * chunk_size if length else num_keys
-            for start in range(first_key, num_keys, chunk_size):
-                stop = min(start + chunk_size, num_keys)
-                query_counts.append(stop - max(start, first_query))
-                key_counts.append(stop - start)
-            keys.append(torch.arange(end + first_key, end + num_keys))
-            end += num_keys
+        query_counts: list[int] = []  # of each chunk
+        key_counts: list[int] = []  # of each chunk
+        kept_keys: list[Tensor] = []  # of each document
+        document_start = 0  # index of its first key among the keys of all documents
+        for num_queries, num_keys in zip(self.host_lengths(), key_lengths, strict=True):
+            first_query = num_keys - num_queries  # among the document's keys
+            num_skipped = first_query // chunk_size * chunk_size if num_queries else num_keys
+            for chunk_start in range(num_skipped, num_keys, chunk_size):
+                chunk_stop = min(chunk_start + chunk_size, num_keys)
+                query_counts.append(chunk_stop - max(chunk_start, first_query))
+                key_counts.append(chunk_stop - chunk_start)
+            kept_keys.append(torch.arange(document_start + num_skipped, document_start + num_keys))
+            document_start += num_keys
         device = self.cu_seqlens.device
         chunks = Varlen.of_lengths(query_counts, device)
         if self.keys is None:
             return chunks, None
         chunks = dataclasses.replace(chunks, keys=Varlen.of_lengths(key_counts, device))
-        return chunks, torch.cat(keys).to(device=device, non_blocking=True)
+        return chunks, torch.cat(kept_keys).to(device=device, non_blocking=True)
 
 
 _QUERY_NAMES = "cu_seq_lens_q", "max_length_q", "document_lengths"

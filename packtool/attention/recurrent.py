@@ -96,9 +96,12 @@ def _isolated_forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Replace a recurrent layer's forward: run it on a packed sequence, (1, T, hidden), and return the same shape.
+    """Run a recurrent layer so that its state starts anew at each document; replaces the layer's own forward.
 
-    ``kwargs`` are those of ``packed_attention``. Calls in which documents could see each other are refused.
+    Args:
+        hidden_states: the packed sequence, (1, T, hidden); the result has the same shape.
+        cache_params, attention_mask: must be None.
+        kwargs: the boundaries of the documents, as for ``packed_attention``. A LeakError refuses calls without them.
     """
     parallel: SequenceParallel | None = getattr(layer, _PARALLEL_ATTRIBUTE, None)
     kwargs = reveal_boundaries(kwargs)  # which compiled layers hide
@@ -106,18 +109,17 @@ def _isolated_forward(
     if cache_params is not None:
         name = type(layer).__name__
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
-    # The class's own forward, in one call for all documents if it keeps them apart.
+    # One call of the class's own forward for all documents if it keeps them apart, else a call for each.
     run: RunIsolated = _run_packed if keeps_documents_apart(layer, hidden_states) else _run_each_document
     shard: SequenceShard | None = kwargs.get("sequence_shard")
     if shard is not None:
         assert parallel is not None, "refuse_leaks has checked it"
         return _run_shard(layer, hidden_states, shard, parallel, run)
-    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     parents = kwargs.get("document_parents")
-    if parents is None:
-        return run(_class_forward(layer), hidden_states, varlen)
-    run_with_prefixes = _with_prefixes(run, parents, layer, hidden_states)
-    return run_with_prefixes(_class_forward(layer), hidden_states, varlen)
+    if parents is not None:  # documents continue others, which are their prefixes
+        run = _with_prefixes(run, parents, layer, hidden_states)
+    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
+    return run(_class_forward(layer), hidden_states, varlen)
 
 
 class _PrefixState:
@@ -162,11 +164,13 @@ def _run_trees(
     run: RunIsolated,
     continues_states: bool,
 ) -> Tensor:
-    """Run a layer on packed documents (1, T, hidden), each of which continues an earlier one, its parent, or ``ROOT``.
+    """Run a layer on packed documents, (1, T, hidden), that continue others; return the same shape.
 
     Args:
+        parents: for each document, the number of the earlier one that it continues, its prefix; or ``ROOT``.
         run: calls ``forward`` on documents that continue no other.
-        continues_states: ``forward`` can start from the state after a prefix; else a document is run with its prefixes.
+        continues_states: whether ``forward`` can start from the state after a prefix. If not, a document is run behind
+            all of its prefixes, whose outputs are then dropped.
     """
     paths: list[list[Tensor]] = []  # of each document, the tokens of all documents from the root down to it
     for document, parent in zip(varlen.documents(hidden_states.shape[1]), parents, strict=True):
@@ -178,8 +182,9 @@ def _run_trees(
     remaining = {number: torch.cat(path, dim=1) for number, path in enumerate(paths) if number not in outs}
     if remaining:
         outs |= _run_complete(forward, remaining, run)
-    # Where a document was run with its prefixes, their outputs come first.
-    own_outs = [outs[number][:, -length:] for number, length in enumerate(varlen.host_lengths())]
+    own_outs = []
+    for number, length in enumerate(varlen.host_lengths()):
+        own_outs.append(outs[number][:, -length:])  # the outputs of prefixes, if any, come first
     return torch.cat(own_outs, dim=1)
 
 
@@ -266,9 +271,10 @@ def _is_close(out: Tensor, expected: Tensor) -> bool:
 
 
 def _respects_boundaries(forward: _Forward, like: Tensor) -> bool:
-    """Return whether a layer's forward keeps two random documents apart that are packed into one call.
+    """Try out whether a layer's forward keeps two random documents apart that are packed into one call.
 
-    If only the first changes, only its output may change. Both outputs must be those of separate calls, up to rounding.
+    The layer passes if a change of the first document changes the output of the first and not of the second, and if
+    both outputs are those of separate calls, up to rounding. ``like`` (..., hidden) has the device and type to try.
     """
     first_length, _ = _TRIAL_LENGTHS
     states, changed_states = _trial_states(like)
@@ -282,7 +288,8 @@ def _respects_boundaries(forward: _Forward, like: Tensor) -> bool:
         return False  # the output does not depend on the states, so it shows nothing
     if not torch.equal(out[:, first_length:], changed_out[:, first_length:]):
         return False
-    return _is_close(out, _run_each_document(forward, states, varlen))
+    separate_out = _run_each_document(forward, states, varlen)
+    return _is_close(out, separate_out)
 
 
 def _trial_states(like: Tensor) -> tuple[Tensor, Tensor]:

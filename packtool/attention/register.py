@@ -83,15 +83,15 @@ def route_towers(model: nn.Module) -> None:
 
 
 def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequenceParallel | None = None) -> None:
-    """Make a loaded model keep packed samples apart, in place: the one call that packed training needs.
+    """Make a loaded transformers model keep the samples of a packed sequence apart; changes the model in place.
 
-    Routes the model's text tower through a kernel, and makes its recurrent layers reset their state at every document.
+    Its text tower calls a kernel that knows the documents; its recurrent layers reset their state at every document.
     The model may still be moved or cast: only its forward checks that the kernel supports its device and precision.
 
     Args:
         model: not yet wrapped in adapters.
         impl: name of the kernel, a value of ``--attn-impl``.
-        parallel: ranks that share each sequence; the model then also takes a ``ShardedBatch``.
+        parallel: ranks that share each sequence; the model then also takes a ``ShardedBatch``. None: no sharing.
     """
     register_kernels()
     name = attention_name(impl)
@@ -99,7 +99,7 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
         refuse_unshareable_sequences(model.config.to_dict(), parallel.split.size)
         name = f"{name}_shared"  # of all models with sequence parallelism; the last call counts
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
-    # Towers and recurrent layers exchange with the same ranks.
+    # Media encoders and recurrent layers exchange with the same ranks.
     set_feature_ranks(model, parallel)
     set_recurrent_ranks(model, parallel)
     set_text_attention(model, name)
@@ -135,12 +135,16 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within the documents of a pack, with transformers' attention interface.
+    """Compute a layer's attention so that tokens of a packed sequence see only their own document.
+
+    transformers' models call it in place of their own attention, with the signature of its attention interface.
 
     Args:
+        module: the attention layer.
         query: (1, Hq, T, D).
         key, value: (1, Hkv, T, D).
         attention_mask: must be None.
+        scaling: factor on the scores, by default 1 / sqrt(D).
         kwargs: the boundaries of the documents, from ``model_inputs`` of a batch; the layer's ``sliding_window``; and
             what ``set_attention`` registers: ``impl``, a value of ``--attn-impl``, and ``parallel``. ``kernel`` or, for
             a shard, ``blocks`` overrides ``impl``.
@@ -149,25 +153,34 @@ def packed_attention(
         (1, T, Hq, D) and None for the weights, which are never built.
     """
     kwargs = reveal_boundaries(kwargs)  # which compiled layers hide
-    config = getattr(module, "config", None)
-    if getattr(module, "layer_idx", None) in (getattr(config, "cross_attention_layers", None) or ()):
-        return _attend_across(module, query, key, value, kwargs, scaling, dropout).unsqueeze(0), None
-    refuse_leaks(module, query, attention_mask, kwargs, kwargs.get("parallel"))
+    if _attends_to_pictures(module):
+        out = _cross_attention(module, query, key, value, kwargs, scaling, dropout)
+        return out.unsqueeze(0), None
+    refuse_leaks(module, query, attention_mask, kwargs, parallel=kwargs.get("parallel"))
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries != num_keys:
         counts = f"{num_keys} keys for {num_queries} queries"
         raise LeakError(f"{type(module).__name__} sees {counts}: a key-value cache is on")
     window = _supported_window(module, kwargs)
     q, k, v = _to_kernel_layout(query, key, value)
-    if kwargs.get("sequence_shard") is not None:  # refuse_unshareable_sequences has refused chunks and temperatures
+    is_shard = kwargs.get("sequence_shard") is not None
+    if is_shard:  # refuse_unshareable_sequences has refused models with chunks and temperatures
         return _attend_shard(q, k, v, kwargs, scaling, window, dropout).unsqueeze(0), None
     kwargs["chunk_size"] = _chunk_size(module)
+    # Some layers of Llama 4 scale queries by their positions, which must count from the start of the document.
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         q = _with_document_temperature(module, q, _boundaries(kwargs))
     return _attend_documents(q, k, v, kwargs, scaling, window, dropout).unsqueeze(0), None
 
 
-def _attend_across(
+def _attends_to_pictures(module: nn.Module) -> bool:
+    """Return whether a layer's keys are features of pictures, by cross-attention (Llama 3.2 Vision)."""
+    config = getattr(module, "config", None)
+    cross_layers = getattr(config, "cross_attention_layers", None) or ()
+    return getattr(module, "layer_idx", None) in cross_layers
+
+
+def _cross_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -176,14 +189,19 @@ def _attend_across(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """Return the output (T, Hq, D) of a layer that attends to features of pictures; 0 for samples without pictures."""
+    """Compute a layer in which tokens attend to features of the pictures of their own sample.
+
+    ``query`` is (1, Hq, T, D); ``key`` and ``value``, (1, Hkv, T', D), are of the features of all pictures. The other
+    arguments are those of ``packed_attention``. Returns (T, Hq, D), 0 for tokens of samples without pictures.
+    """
     pictures: CrossPictures | None = kwargs.get("cross_pictures")
     if pictures is None:
         raise LeakError(f"{type(module).__name__} was not told which pictures belong to which sample (cross_pictures)")
     q, k, v = _to_kernel_layout(query, key, value)
-    kernel = kwargs.get("kernel") or _chosen_kernel(kwargs.get("impl", AUTO), q, v, needs_dropout=dropout > 0)
-    picture_keys = pictures.keys(q.device)
-    picture_out = _attend_pictures(q, k, v, picture_keys, partial(kernel.attend, scale=scaling, dropout=dropout))
+    kernel = _kernel_of_call(kwargs, q, v, dropout)
+    attend = partial(kernel.attend, scale=scaling, dropout=dropout)
+    picture_keys = pictures.keys(q.device)  # the queries that see pictures, and the features that each of them sees
+    picture_out = _attend_pictures(q, k, v, picture_keys, attend)
     return torch.zeros_like(q).index_copy(0, picture_keys.queries, picture_out)
 
 
@@ -209,21 +227,32 @@ def _attend_shard(
 def _attend_documents(
     q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
-    """Return the output (T, Hq, D) of a layer's call with document boundaries, perhaps with shared prefixes."""
-    varlen, key_index = _boundaries(kwargs), kwargs.get("key_index")
-    if chunk_size := kwargs["chunk_size"]:
-        varlen, keys_of_chunks = varlen.cut(chunk_size)
-        key_index = key_index if keys_of_chunks is None else kwargs["key_index"][keys_of_chunks]
-    if key_index is not None:  # each document's keys are those of its shared prefixes, then its own
+    """Compute causal attention within each document of a packed sequence; return (T, Hq, D).
+
+    Args:
+        q: (T, Hq, D).
+        k, v: (T, Hkv, D).
+        kwargs: those of ``packed_attention``, and ``chunk_size`` if the layer attends within chunks of a document.
+        window: a query sees itself and at most ``window - 1`` tokens before it; None: all before it.
+    """
+    varlen = _boundaries(kwargs)
+    # The tokens that are keys of each document, int64 (T',): those of its shared prefixes, then its own. None: its own.
+    key_index = kwargs.get("key_index")
+    chunk_size = kwargs["chunk_size"]
+    if chunk_size:
+        varlen, keys_of_chunks = varlen.cut_into_chunks(chunk_size)
+        if keys_of_chunks is not None:
+            key_index = kwargs["key_index"][keys_of_chunks]
+    if key_index is not None:
         k, v = GatherTokens.apply(key_index, k, v)
-    kernel = kwargs.get("kernel") or _chosen_kernel(kwargs.get("impl", AUTO), q, v, needs_dropout=dropout > 0)
+    kernel = _kernel_of_call(kwargs, q, v, dropout)
     attend = partial(kernel.attend, scale=scaling, window=window, dropout=dropout)
     causal_out = attend(q, k, v, varlen)
     # In some models, in all layers or in those with windows, tokens of a picture see each other in both directions.
     pictures: WholePictures | None = kwargs.get("whole_pictures")
     if pictures is None or (pictures.only_windows and window is None):
         return causal_out
-    picture_keys = pictures.keys(window, q.device)
+    picture_keys = pictures.keys(window, q.device)  # the tokens of pictures, and the keys that they see
     picture_out = _attend_pictures(q, k, v, picture_keys, attend)
     return causal_out.index_copy(0, picture_keys.queries, picture_out)
 
@@ -251,6 +280,14 @@ def _with_document_temperature(module: Any, q: Tensor, varlen: Varlen) -> Tensor
     positions = varlen.positions(len(q))
     ratios = factors(positions) / factors(torch.arange(len(q), device=positions.device))
     return (q * ratios.to(q.device)[:, None, None]).to(q.dtype)
+
+
+def _kernel_of_call(kwargs: dict[str, Any], q: Tensor, v: Tensor, dropout: float) -> Kernel:
+    """Return the kernel that an attention call names by ``kernel`` or ``impl``, else the fastest usable one."""
+    kernel: Kernel | None = kwargs.get("kernel")
+    if kernel is not None:
+        return kernel
+    return _chosen_kernel(kwargs.get("impl", AUTO), q, v, needs_dropout=dropout > 0)
 
 
 def _chosen_kernel(impl: str, q: Tensor, v: Tensor, *, needs_dropout: bool) -> Kernel:
@@ -301,10 +338,12 @@ def tower_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a media tower, with transformers' attention interface; one call for all media of a micro-batch.
+    """Compute a layer's attention in a media encoder so that each medium of a micro-batch sees only itself.
+
+    transformers' models call it in place of their own attention, with the signature of its attention interface.
 
     Args:
-        query, key, value: (1, H, T, D).
+        query, key, value: (1, H, T, D), of the patches of all images and frames, or of all sounds.
         attention_mask: must be None.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``, the boundaries of images, frames or sounds, in
             which tokens see each other in both directions; ``kernel``, by default the fastest usable one.
@@ -317,7 +356,8 @@ def tower_attention(
     q, k, v = _to_kernel_layout(query, key, value)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], causal=False)
     kernel = kwargs.get("kernel") or _chosen_kernel(AUTO, q, v, needs_dropout=dropout > 0)
-    return kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout).unsqueeze(0), None
+    out = kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout)
+    return out.unsqueeze(0), None
 
 
 def _to_kernel_layout(*tensors: Tensor) -> list[Tensor]:

@@ -53,26 +53,34 @@ def _blocks_of_documents(
 def _blocks(
     num_queries: int, num_keys: int, window: int | None, causal: bool, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Split one document into blocks, each computed in one call: yield its slices of queries and keys, and its mask.
+    """Divide the attention of one document into blocks, each of which torch computes in one call.
 
-    The document's last query and last key are the same token; keys before the first query are those of a shared prefix.
-    The mask is that of ``_mask``; None if the call of torch needs none.
+    The queries are the last tokens of the keys; keys before them are those of a shared prefix.
+
+    Args:
+        window: a query sees itself and at most ``window - 1`` tokens before it; None: all before it.
+        causal: queries see no later tokens.
+
+    Yields:
+        The block's slice of the queries, its slice of the keys, and its mask, bool (queries, keys); None instead of a
+        mask that torch makes itself.
     """
     if window is not None and num_keys <= window:
         window = None  # it contains the complete document
     prefix_length = num_keys - num_queries
-    if window is None and (not causal or prefix_length == 0):  # torch's own causal mask suffices
+    needs_no_mask = window is None and (not causal or prefix_length == 0)
+    if needs_no_mask:
         yield slice(0, num_queries), slice(0, num_keys), None
         return
     # A mask of the complete document would need memory that grows with the square of its length.
     block_size = _PREFIX_BLOCK_QUERIES if window is None else window
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)
-        positions = range(prefix_length + start, prefix_length + stop)  # of the queries among the keys
-        first_key = 0 if window is None else max(0, positions[0] - window + 1)
-        end_key = positions.stop if causal else num_keys
-        mask = _mask(positions, range(first_key, end_key), window, causal, device)
-        yield slice(start, stop), slice(first_key, end_key), mask
+        query_positions = range(prefix_length + start, prefix_length + stop)  # among the keys
+        first_key = 0 if window is None else max(0, query_positions.start - window + 1)
+        key_stop = query_positions.stop if causal else num_keys
+        mask = _mask(query_positions, range(first_key, key_stop), window, causal, device)
+        yield slice(start, stop), slice(first_key, key_stop), mask
 
 
 def _mask(

@@ -50,7 +50,10 @@ _PASSED_TRIALS: set[tuple[Any, str]] = set()
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Raise an UnsupportedModelError if ``set_attention`` could not keep packed samples of this model apart."""
+    """Raise an UnsupportedModelError if packtool cannot keep packed samples apart in models of this configuration.
+
+    Checks the kinds of layers, then settings of attention, then a trial call without weights, once per configuration.
+    """
     model_class = _class_with_language_head(config)
     text_config = config.get_text_config()
     settings: dict[str, Any] = text_config.to_dict()
@@ -112,7 +115,10 @@ def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> No
 
 
 def _refuse_leaks_in_trial(config: PreTrainedConfig, model_class: Any) -> None:
-    """Call a model on two documents on the meta device; raise UnsupportedModelError if its attention could leak."""
+    """Raise UnsupportedModelError if a trial call of a model shows that packed samples could see each other.
+
+    The model is called on the meta device, without weights and results, so it is only seen which functions it calls.
+    """
     try:
         num_separated = _count_separated_layers(copy.deepcopy(config), model_class)
     except UnsupportedModelError:  # packed_attention has refused a feature of a layer
@@ -120,12 +126,13 @@ def _refuse_leaks_in_trial(config: PreTrainedConfig, model_class: Any) -> None:
     except LeakError as error:
         raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
     except Exception as error:
-        if isinstance(error, TypeError) and "cu_seq_lens" in str(error):  # the model does not take this argument
+        lacks_argument = isinstance(error, TypeError) and "cu_seq_lens" in str(error)
+        if lacks_argument:
             problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
             raise UnsupportedModelError(problem, _REMEDY) from error
         return  # an operation that the meta device lacks shows nothing about leaks
     text_config = config.get_text_config()
-    # A forward pass without pictures skips these layers; with pictures, ``packed_attention`` requires boundaries.
+    # The trial has no pictures, so these layers are skipped; with pictures, ``packed_attention`` requires boundaries.
     num_skipped = len(getattr(text_config, "cross_attention_layers", None) or ())
     num_layers = getattr(text_config, "num_hidden_layers", 0) - num_skipped
     if num_separated < num_layers:
@@ -138,9 +145,10 @@ def _refuse_leaks_in_trial(config: PreTrainedConfig, model_class: Any) -> None:
 
 
 def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
-    """Call a model on two documents on the meta device; return the number of layers that keep documents apart.
+    """Call a new model on two packed documents, and return the number of its layers that keep documents apart.
 
-    Such layers call ``packed_attention``, or are isolated recurrent layers. ``config`` gets the attention's name.
+    These are the layers that call ``packed_attention``, and the recurrent layers that packtool resets at documents. The
+    model is on the meta device, where nothing is computed. ``config`` gets the name of the trial's attention.
     """
     num_attention_calls = 0
 
@@ -239,9 +247,10 @@ def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: 
 
 
 def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
-    """Describe why ``position_ids`` do not separate samples; an empty list if they do.
+    """Describe why the ``position_ids`` of a forward call do not keep packed samples apart; empty if they do.
 
-    They are (1, T), or (4, 1, T) for text, time, height and width. Text positions must begin at 0 in every sample.
+    They are (1, T), or (4, 1, T) with rows for text, time, height and width. Text positions must begin at 0 in each
+    sample. Where samples share prefixes, ``key_index`` lists the tokens of each sample, prefix included.
     """
     positions = inputs.get("position_ids")
     if positions is None:
@@ -253,16 +262,18 @@ def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
         ]
     text_positions = positions[0, 0] if positions.ndim == 3 else positions[0]
     key_index = inputs.get("key_index")
-    if key_index is None:
-        cu_seqlens = inputs["cu_seq_lens_q"].long()
-        is_empty = cu_seqlens.diff() == 0
-        sample_starts = cu_seqlens[:-1][~is_empty]
-        begins_at_zero = not text_positions[sample_starts].any()
-        return [] if begins_at_zero else ["position_ids do not begin at 0 in every sample"]
-    # With shared prefixes, only the keys of a sample are all of its tokens.
-    if _counts_from_zero(text_positions[key_index], inputs["cu_seq_lens_k"].long()):
-        return []
-    return ["position_ids do not count from 0 through every sample and its prefix"]
+    if key_index is not None:
+        key_positions = text_positions[key_index]
+        if _counts_from_zero(key_positions, inputs["cu_seq_lens_k"].long()):
+            return []
+        return ["position_ids do not count from 0 through every sample and its prefix"]
+
+    cu_seqlens = inputs["cu_seq_lens_q"].long()
+    is_empty = cu_seqlens.diff() == 0
+    sample_starts = cu_seqlens[:-1][~is_empty]
+    if text_positions[sample_starts].any():
+        return ["position_ids do not begin at 0 in every sample"]
+    return []
 
 
 def _counts_from_zero(key_positions: Tensor, key_cu_seqlens: Tensor) -> bool:

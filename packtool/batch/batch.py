@@ -18,8 +18,10 @@ from torch import Tensor
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.micro_batch import Tower
 from packtool.batch.shard import SequenceShard
+from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import Movable, TowerInputs
 from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedSample
 
 B = TypeVar("B", bound="Batch")
 
@@ -232,6 +234,74 @@ class WholePictures:
         queries = [torch.arange(start, stop) for start, stop in self._spans]
         keys = [self._seen_keys(start, stop, window) for start, stop in self._spans]
         return _picture_keys(queries, keys, device)
+
+
+def add_cross_attention_mask(
+    documents: Sequence[EncodedSample], media: dict[str, Tensor], spec: InputSpec
+) -> CrossPictures:
+    """Find the tiles of pictures that each token attends to by cross-attention, as in Llama 3.2 Vision.
+
+    Such a model cuts pictures into tiles. A token sees only pictures of its own document.
+
+    Args:
+        media: must have ``aspect_ratio_mask``, (N, 1, tiles), with 1 for the existing tiles of each of N pictures. Gets
+            ``cross_attention_mask``, uint8 (1, T, N, tiles), with 1 for the tiles that each token sees.
+    """
+    from transformers.models.mllama import processing_mllama as processing
+
+    aspect_ratio_mask = media["aspect_ratio_mask"]
+    tiles_of_pictures = aspect_ratio_mask.sum(-1).flatten().tolist()
+    max_tiles = aspect_ratio_mask.shape[-1]
+    num_tokens = sum(document.length for document in documents)
+    mask = np.zeros((num_tokens, len(tiles_of_pictures), max_tiles), np.uint8)
+    document_masks = []
+    first_token = first_picture = 0
+    for document in documents:
+        # Start and end of the tokens that see each picture of the document.
+        token_spans = processing.get_cross_attention_token_mask(document.input_ids.tolist(), spec.pad_ids["image"])
+        tokens = slice(first_token, first_token + document.length)
+        pictures = slice(first_picture, first_picture + len(token_spans))
+        (dense_mask,) = processing.convert_sparse_cross_attention_mask_to_dense(
+            [token_spans], [tiles_of_pictures[pictures]], max_num_tiles=max_tiles, length=document.length
+        )
+        mask[tokens, pictures] = dense_mask
+        document_masks.append(mask[tokens, pictures])
+        first_token = tokens.stop
+        first_picture = pictures.stop
+    media["cross_attention_mask"] = torch.from_numpy(mask).unsqueeze(0)
+    vision = spec.config.vision_config
+    patches_per_tile = (vision.image_size // vision.patch_size) ** 2
+    return CrossPictures(document_masks, positions_per_tile=patches_per_tile + 1)  # one more for the class token
+
+
+def find_whole_pictures(
+    input_ids: npt.NDArray[np.int64], spec: InputSpec, lengths: Sequence[int], key_lengths: Sequence[int] | None = None
+) -> WholePictures | None:
+    """Find the pictures of a packed sequence whose tokens attend to each other in both directions.
+
+    Such a picture is a run of placeholder tokens within one document. Other tokens attend only to earlier tokens.
+
+    Args:
+        input_ids: (T,).
+        lengths: number of tokens of each document.
+        key_lengths: number of attention keys of each document; None if its keys are its own tokens.
+
+    Returns:
+        None if the sequence has no pictures, or if the model's pictures attend only to earlier tokens.
+    """
+    layers = spec.whole_pictures  # "all" or "windows" (those with a sliding window); "" if none
+    if not layers:
+        return None
+    is_picture = np.isin(input_ids, list(spec.pad_ids.values()))
+    document_of_token = np.repeat(np.arange(len(lengths)), lengths)
+    picture_changes = np.diff(is_picture)
+    document_changes = np.diff(document_of_token) != 0
+    run_starts = np.flatnonzero(picture_changes | document_changes) + 1
+    run_bounds = [0, *run_starts.tolist(), len(input_ids)]
+    spans = [(start, stop) for start, stop in pairwise(run_bounds) if is_picture[start]]
+    if not spans:
+        return None
+    return WholePictures(spans, lengths, key_lengths or lengths, only_windows=layers == "windows")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,7 +23,7 @@ its samples alone, and its label has the sum of the weights that it has in them:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import CrossPictures, PackedBatch, PaddedBatch, TreeBatch, WholePictures, target_positions
+from packtool.batch.batch import (
+    CrossPictures,
+    PackedBatch,
+    PaddedBatch,
+    TreeBatch,
+    WholePictures,
+    add_cross_attention_mask,
+    find_whole_pictures,
+    target_positions,
+)
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, TOKEN_TYPES, sample_positions
@@ -51,105 +60,68 @@ def collate_packs(
     *,
     pad_to_multiple_of: int = 1,
 ) -> PackedBatch:
-    """Lay samples end to end in one sequence.
+    """Make a micro-batch of samples whose tokens lie end to end in one sequence.
+
+    Fillers, after the samples, are documents of padding or of blank media; they have no labels, so their loss is zero.
 
     Args:
-        samples: if empty, the micro-batch has only filler documents, with zero loss.
-        towers: towers that must run, even if no sample has media for them; None for all of the model's.
-        pad_to_multiple_of: pads the sequence to a multiple, by a filler document after the others.
+        samples: if empty, the micro-batch has only fillers.
+        towers: media encoders that must run, even if no sample has media for them; None for all of the model's.
+        pad_to_multiple_of: a filler pads the sequence to a multiple of this many tokens.
     """
     check_placeholders(samples, spec)
-    documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
-    input_ids, labels, weights = joined_tokens(documents, spec)
+    loaded = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
+    documents = loaded.documents
+    tokens = join_documents(documents, spec)
     lengths = tuple(document.length for document in documents)
-    cross_pictures = add_cross_mask(documents, media, spec) if spec.family.cross_attention and media else None
+    document_positions = [sample_positions(document, spec) for document in documents]  # (4, L) each
+    pictures: CrossPictures | WholePictures | None
+    if spec.family.cross_attention and loaded.media:
+        pictures = add_cross_attention_mask(documents, loaded.media, spec)  # the mask becomes one of the media inputs
+    else:
+        pictures = find_whole_pictures(tokens.input_ids, spec, lengths)
     return PackedBatch(
-        **batch_fields(input_ids, labels, weights, media, spec),
-        position_ids=joined_positions([sample_positions(document, spec) for document in documents], spec),
-        channels=tuple(document.channel for document in documents),  # also of fillers
+        **batch_fields(tokens.input_ids, tokens.labels, tokens.weights, loaded.media, spec),
+        position_ids=joined_positions(document_positions, spec),
+        channels=tuple(document.channel for document in documents),
         num_samples=len(samples),
-        num_padding=num_padding,
+        num_padding=loaded.num_padding,
         cu_seqlens=_cu_seqlens(lengths),
         lengths=lengths,
-        pictures=cross_pictures or find_pictures(input_ids, spec, lengths),
+        pictures=pictures,
     )
-
-
-def add_cross_mask(documents: Sequence[EncodedSample], media: dict[str, Tensor], spec: InputSpec) -> CrossPictures:
-    """Return the pictures that tokens attend to by cross-attention; add them to ``media`` as a mask (1, T, N, tiles).
-
-    ``media`` must have the aspect_ratio_mask of the N pictures, (N, 1, tiles).
-    """
-    from transformers.models.mllama import processing_mllama as processing
-
-    tile_counts = media["aspect_ratio_mask"].sum(-1).flatten().tolist()  # of each picture, without padding
-    max_tiles = media["aspect_ratio_mask"].shape[-1]
-    mask = np.zeros((sum(document.length for document in documents), len(tile_counts), max_tiles), np.uint8)
-    masks = []
-    token = picture = 0
-    for document in documents:
-        spans = processing.get_cross_attention_token_mask(document.input_ids.tolist(), spec.pad_ids["image"])
-        ends = token + document.length, picture + len(spans)
-        own_mask = mask[token : ends[0], picture : ends[1]]
-        own_counts = tile_counts[picture : ends[1]]
-        own_mask[:] = processing.convert_sparse_cross_attention_mask_to_dense(
-            [spans], [own_counts], max_num_tiles=max_tiles, length=document.length
-        )[0]
-        masks.append(own_mask)
-        token, picture = ends
-    media["cross_attention_mask"] = torch.from_numpy(mask).unsqueeze(0)
-    vision = spec.config.vision_config
-    return CrossPictures(masks, (vision.image_size // vision.patch_size) ** 2 + 1)
-
-
-def find_pictures(
-    input_ids: npt.NDArray[np.int64], spec: InputSpec, lengths: Sequence[int], key_lengths: Sequence[int] | None = None
-) -> WholePictures | None:
-    """Return the pictures of a packed sequence whose tokens see each other in both directions; None without any.
-
-    Args:
-        input_ids: (T,).
-        lengths: number of tokens of each document.
-        key_lengths: number of attention keys of each document; None if they are its tokens.
-    """
-    layers = spec.whole_pictures  # "all" or "windows"; "" if the model has none with such attention
-    if not layers:
-        return None
-    is_picture = np.isin(input_ids, list(spec.pad_ids.values()))
-    document_of_token = np.repeat(np.arange(len(lengths)), lengths)
-    is_start = np.append(True, (np.diff(is_picture) != 0) | (np.diff(document_of_token) != 0))
-    bounds = [*np.flatnonzero(is_start).tolist(), len(input_ids)]
-    spans = [(start, stop) for start, stop in pairwise(bounds) if is_picture[start]]
-    if not spans:
-        return None
-    return WholePictures(spans, lengths, key_lengths or lengths, only_windows=layers == "windows")
 
 
 def collate_padded(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
 ) -> PaddedBatch:
-    """Put one sample into each row (B, T), padded on the right to the longest sample.
+    """Make a micro-batch with one sample per row, (B, T), padded on the right to the longest sample.
+
+    Filler rows, after the samples, have padding or blank media and no labels, so their loss is zero.
 
     Args:
-        samples: if empty, the micro-batch has only filler rows, with zero loss.
-        towers: towers that must run, even if no sample has media for them; None for all of the model's.
+        samples: if empty, the micro-batch has only filler rows.
+        towers: media encoders that must run, even if no sample has media for them; None for all of the model's.
     """
     if spec.family.cross_attention:
         problem = f"--packing false: text of a {spec.config.model_type} model would attend to pictures that pad its row"
         raise ConfigError(problem, "Leave --packing false out.")
     check_placeholders(samples, spec)
-    documents, media, _ = _load_with_fillers(samples, spec, towers)  # each document becomes a row
+    loaded = _load_with_fillers(samples, spec, towers)
+    documents = loaded.documents  # one for each row
     input_ids = _padded_rows([document.input_ids for document in documents], PAD_ID, np.int64)
     labels = _padded_rows([shifted_labels(document) for document in documents], IGNORE_INDEX, np.int64)
-    mask = _padded_rows([np.ones(document.length) for document in documents], 0, np.int64)
-    document_weights = shifted_weights(documents, spec)  # None if every label has weight 1
-    weights = None if document_weights is None else _padded_rows(document_weights, 0, np.float32)
+    attention_mask = _padded_rows([np.ones(document.length) for document in documents], 0, np.int64)
+    weights = None  # every label has weight 1
+    document_weights = shifted_weights(documents, spec)
+    if document_weights is not None:
+        weights = _padded_rows(document_weights, 0, np.float32)
     return PaddedBatch(
-        **batch_fields(input_ids, labels, weights, media, spec),
+        **batch_fields(input_ids, labels, weights, loaded.media, spec),
         position_ids=_padded_positions(documents, spec),
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples),
-        attention_mask=torch.from_numpy(mask),
+        attention_mask=torch.from_numpy(attention_mask),
     )
 
 
@@ -179,22 +151,20 @@ def batch_fields(
     *,
     exchanges_features: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields that all classes of ``Batch`` share, by name.
+    """Return constructor arguments that all classes of ``Batch`` share: tokens, targets and media, as tensors (B, T).
 
     Args:
-        input_ids: (T,) or (B, T).
-        labels, weights: of the next token, same shape; ``weights`` None if all are 1.
-        media: inputs of the towers, by the names of the model's arguments.
-        exchanges_features: ranks share the sequence, and send each other the features of its media.
+        input_ids: (B, T), or (T,) for a single row.
+        labels: in the same shape, the token that each token predicts; -100 if none.
+        weights: in the same shape, the weight of each label in the loss; None if all are 1.
+        media: inputs of the media encoders ("towers"), by the names of the model's arguments.
+        exchanges_features: True if several ranks share the sequence, and send each other the towers' outputs.
     """
     id_rows = _as_rows(spec.model_ids(input_ids))
     label_rows = _as_rows(labels)
     token_types_argument = spec.family.token_types  # "" if the model takes none
     if token_types_argument:
-        token_types = torch.zeros_like(id_rows)
-        for kind, pad_id in spec.pad_ids.items():
-            token_types[id_rows == pad_id] = TOKEN_TYPES[kind]
-        media = media | {token_types_argument: token_types}
+        media = media | {token_types_argument: _token_types(id_rows, spec)}
     return {
         "input_ids": id_rows,
         "labels": label_rows,
@@ -205,19 +175,33 @@ def batch_fields(
     }
 
 
+def _token_types(input_ids: Tensor, spec: InputSpec) -> Tensor:
+    """Return the type of each token, int64 in the shape of ``input_ids``: 0 for text, others for kinds of media."""
+    token_types = torch.zeros_like(input_ids)
+    for kind, pad_id in spec.pad_ids.items():
+        token_types[input_ids == pad_id] = TOKEN_TYPES[kind]
+    return token_types
+
+
 def _as_rows(array: npt.NDArray[Any]) -> Tensor:
     """Return values (B, T) unchanged, and values (T,) as one row (1, T)."""
     return torch.from_numpy(array) if array.ndim == 2 else torch.from_numpy(array).unsqueeze(0)
 
 
-def joined_tokens(
-    documents: Sequence[EncodedSample], spec: InputSpec
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32] | None]:
-    """Lay documents end to end; return token ids, shifted labels and shifted loss weights (None: all 1), (T,) each."""
+class JoinedDocuments(NamedTuple):
+    """Tokens of documents that lie end to end, (T,) each; labels and weights (None: all 1) are of the next token."""
+
+    input_ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32] | None
+
+
+def join_documents(documents: Sequence[EncodedSample], spec: InputSpec) -> JoinedDocuments:
+    """Lay the tokens of documents end to end, with the label and the loss weight that each token predicts."""
     weights = shifted_weights(documents, spec)
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
     labels = np.concatenate([shifted_labels(document) for document in documents], dtype=np.int64)
-    return input_ids, labels, None if weights is None else np.concatenate(weights)
+    return JoinedDocuments(input_ids, labels, None if weights is None else np.concatenate(weights))
 
 
 def shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
@@ -266,12 +250,20 @@ def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
+class _LoadedDocuments(NamedTuple):
+    """Samples and then fillers, the media inputs of all by argument of the model, and tokens of the padding filler."""
+
+    documents: list[EncodedSample]
+    media: dict[str, Tensor]
+    num_padding: int
+
+
 def _load_with_fillers(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, pad_to_multiple_of: int = 1
-) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
-    """Load the media of samples, and append fillers: blank media for ``towers`` without media, and padding tokens.
+) -> _LoadedDocuments:
+    """Load the media of samples, and append fillers: blank media for ``towers`` without media, then padding tokens.
 
-    Return all documents, at least one; the towers' inputs by argument of the model; and the number of padding tokens.
+    There is at least one document, and the tokens of all together are a multiple of ``pad_to_multiple_of``.
     """
     documents = list(samples)
     media = load_media(samples, spec)
@@ -282,7 +274,7 @@ def _load_with_fillers(
     num_padding = -num_tokens % pad_to_multiple_of  # up to the next multiple
     if num_padding:
         documents.append(filler_document([PAD_ID] * num_padding))
-    return documents, media, num_padding
+    return _LoadedDocuments(documents, media, num_padding)
 
 
 def _append_blank_media(
@@ -364,26 +356,38 @@ def collate_tree(
     min_shared: int = MIN_SHARED,
     pad_to_multiple_of: int = 1,
 ) -> PackedBatch:
-    """Lay samples end to end in one sequence, with each common prefix of at least ``min_shared`` tokens once.
+    """Make a micro-batch in which tokens that several samples begin with are laid out and computed only once.
 
-    Return a ``TreeBatch``; or if nothing is shared, the result of ``collate_packs``.
+    The documents of the sequence are the nodes of a prefix tree: tokens that one or several samples have in common,
+    each after the node that it continues. Fillers without labels come last.
+
+    Args:
+        towers: media encoders that must run, even if no sample has media for them; None for all of the model's.
+        min_shared: minimum number of tokens of a common prefix.
+        pad_to_multiple_of: a filler pads the sequence to a multiple of this many tokens.
+
+    Returns:
+        A ``TreeBatch``; if the samples share no prefix, the result of ``collate_packs``.
     """
     check_placeholders(samples, spec)
-    nodes = [] if spec.family.cross_attention else find_tree(samples, spec, min_shared=min_shared)
+    can_share = not spec.family.cross_attention
+    nodes = find_tree(samples, spec, min_shared=min_shared) if can_share else []
     if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, pad_to_multiple_of=pad_to_multiple_of)
     node_documents = slice_nodes(samples, nodes, spec)
-    documents, media, num_padding = _load_with_fillers(node_documents, spec, towers, pad_to_multiple_of)
-    lengths = tuple(document.length for document in documents)
+    loaded = _load_with_fillers(node_documents, spec, towers, pad_to_multiple_of)
+    lengths = tuple(document.length for document in loaded.documents)
+    token_fields = tree_token_fields(loaded.documents, samples, nodes, spec, loaded.media)
     key_fields = _key_fields(nodes, lengths)
-    token_fields = tree_token_fields(documents, samples, nodes, spec, media)
+    input_ids = token_fields["input_ids"][0].numpy()
+    document_positions = tree_positions(samples, nodes, loaded.documents, spec)
     return TreeBatch(
         **token_fields,
         **key_fields,
-        pictures=find_pictures(token_fields["input_ids"][0].numpy(), spec, lengths, key_fields["key_lengths"]),
-        position_ids=joined_positions(tree_positions(samples, nodes, documents, spec), spec),
+        pictures=find_whole_pictures(input_ids, spec, lengths, key_fields["key_lengths"]),
+        position_ids=joined_positions(document_positions, spec),
         num_samples=len(samples),
-        num_padding=num_padding,
+        num_padding=loaded.num_padding,
         cu_seqlens=_cu_seqlens(lengths),
         lengths=lengths,
         sample_ends=_last_nodes(nodes, len(samples)),
@@ -410,20 +414,28 @@ def tree_token_fields(
     media: dict[str, Tensor],
     index: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of tokens, targets, channels and media of a batch with shared prefixes.
+    """Return constructor arguments of a tree batch: tokens, targets, channels and media.
+
+    In a tree batch, a prefix that several samples begin with is laid out once; its targets count for all of them.
 
     Args:
-        documents: the nodes as samples, which may be padded, then fillers.
-        index: positions of this rank's tokens in the sequence, (t,); None if no other rank shares it.
+        documents: the documents of the sequence: one for each node, which may be padded, then fillers.
+        samples: the samples that ``nodes`` divide into shared and own tokens.
+        media: inputs of the media encoders, by the names of the model's arguments.
+        index: positions of this rank's tokens in the sequence, (t,), if ranks share it; None for all tokens.
     """
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
-    targets = _tree_targets(samples, nodes, [document.length for document in documents], spec)
+    lengths = [document.length for document in documents]
+    targets = _tree_targets(samples, nodes, lengths, spec)
+    is_shared_by_ranks = index is not None
     if index is not None:
         input_ids = input_ids[index]
         targets = targets.at(index)
-    ranks_share_media = index is not None
-    fields = batch_fields(input_ids, targets.labels, targets.weights, media, spec, exchanges_features=ranks_share_media)
-    return fields | _target_fields(samples, targets, fields["target_positions"].numpy())
+    fields = batch_fields(
+        input_ids, targets.labels, targets.weights, media, spec, exchanges_features=is_shared_by_ranks
+    )
+    positions_of_targets = fields["target_positions"].numpy()
+    return fields | _target_fields(samples, targets, positions_of_targets)
 
 
 class _TreeTargets(NamedTuple):
@@ -502,23 +514,29 @@ def _last_nodes(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
 def _tree_targets(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], lengths: Sequence[int], spec: InputSpec
 ) -> _TreeTargets:
-    """Return the targets of a sequence of documents with these lengths; the first are the nodes, with padding."""
+    """Return the labels and loss weights of a sequence in which samples share prefixes.
+
+    ``lengths`` are those of the sequence's documents: one for each node (tokens that one or several samples have in
+    common, maybe with padding at the end), then fillers. A token of a node may be a target in only some of its samples;
+    its weight is the sum over these.
+    """
     labels_of_samples = [shifted_labels(sample) for sample in samples]
     weights_of_samples = shifted_weights(samples, spec)  # None: every target has weight 1
     labels = np.full(sum(lengths), IGNORE_INDEX)
     weights = np.zeros(sum(lengths), np.float32)
-    label_samples, label_positions = [], []
-    node_starts = np.cumsum([0, *lengths])[: len(nodes)].tolist()
-    for node, start in zip(nodes, node_starts, strict=True):
-        node_tokens = slice(start, start + node.length)
+    samples_of_labels: list[npt.NDArray[np.int64]] = []
+    positions_of_labels: list[npt.NDArray[np.int64]] = []
+    document_starts = accumulate(lengths, initial=0)
+    for node, start in zip(nodes, document_starts, strict=False):  # fillers have no targets
+        node_tokens = slice(start, start + node.length)  # without padding
         label_rows = _rows_of_samples(labels_of_samples, node)  # (samples of the node, its tokens)
         is_target = label_rows != IGNORE_INDEX
         labels[node_tokens] = _common_labels(label_rows)
         weights[node_tokens] = _summed_weights(is_target, weights_of_samples, node)
-        node_samples, tokens = np.nonzero(is_target)
-        label_samples.append(np.array(node.samples, np.int64)[node_samples])
-        label_positions.append(start + tokens)
-    return _TreeTargets(labels, weights, np.concatenate(label_samples), np.concatenate(label_positions))
+        rows, columns = np.nonzero(is_target)
+        samples_of_labels.append(np.array(node.samples, np.int64)[rows])
+        positions_of_labels.append(start + columns)
+    return _TreeTargets(labels, weights, np.concatenate(samples_of_labels), np.concatenate(positions_of_labels))
 
 
 def _common_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -25,8 +25,8 @@ from packtool.batch.collate import (
     batch_fields,
     check_placeholders,
     filler_document,
+    join_documents,
     joined_positions,
-    joined_tokens,
     slice_nodes,
     tree_positions,
     tree_token_fields,
@@ -63,16 +63,18 @@ def collate_shard(
     pad_to_multiple_of: int = 1,
     min_shared: int | None = None,
 ) -> ShardedBatch:
-    """Collate one rank's part of a packed sequence that several ranks share.
-
-    The result is a ``ShardedTreeBatch`` if samples share a prefix of at least ``min_shared`` tokens; then all of them
-    are sharded, whatever the ``placement``.
+    """Make this rank's part of a micro-batch: a packed sequence that several ranks compute together.
 
     Args:
-        samples: the same on all ranks that share the sequence.
-        placement: the rank that holds each sample, or ``SHARDED``; None if all are sharded.
-        towers: towers that must run, even if no sample has media for them; None for all of the model's.
-        pad_to_multiple_of: pads each rank's part to a multiple, by a filler document that only this rank has.
+        samples: the samples of the complete sequence, the same on all of these ranks.
+        split: number of these ranks, how they divide the sequence, and which of them this is.
+        placement: for each sample, the rank that holds it, or ``SHARDED`` if all divide its tokens; None: all sharded.
+        towers: media encoders that must run, even if no sample has media for them; None for all of the model's.
+        pad_to_multiple_of: the tokens of each rank are padded to a multiple of it, by a filler document of its own.
+        min_shared: minimum tokens of a common prefix that is computed once; None computes all samples separately.
+
+    Returns:
+        A ``ShardedTreeBatch`` if samples share a prefix; then ``placement`` is ignored, and all tokens are sharded.
     """
     check_placeholders(samples, spec)
     nodes = [] if min_shared is None else find_tree(samples, spec, min_shared=min_shared)
@@ -80,16 +82,16 @@ def collate_shard(
     documents = slice_nodes(samples, nodes, spec) if is_tree else samples
     if is_tree or placement is None:
         placement = [SHARDED] * len(documents)
-    layout = _lay_out(documents, placement, split, pad_to_multiple_of)
-    media, routes = _load_media(layout, spec, towers)
+    layout = _lay_out(documents, placement, split, pad_to_multiple_of)  # with fillers, and the tokens of each rank
+    media, routes = _load_media(layout, spec, towers)  # routes: exchange of the towers' outputs between ranks
     shard = layout.shard(routes)
-    num_counted = len(samples) if split.rank == 0 else 0  # each sample is counted by one rank
+    num_samples = len(samples) if split.rank == 0 else 0  # only one rank counts the samples
     if is_tree:
-        tree_shard = _tree_shard(shard, nodes)
+        tree_shard = _with_tree(shard, nodes)
         fields = _tree_fields(samples, nodes, layout, media, spec)
-        return ShardedTreeBatch(**fields, **layout.fields, shard=tree_shard, num_samples=num_counted)
+        return ShardedTreeBatch(**fields, **layout.fields, shard=tree_shard, num_samples=num_samples)
     fields = _token_fields(layout, media, spec)
-    return ShardedBatch(**fields, **layout.fields, shard=shard, num_samples=num_counted)
+    return ShardedBatch(**fields, **layout.fields, shard=shard, num_samples=num_samples)
 
 
 class _Layout(NamedTuple):
@@ -136,7 +138,7 @@ def _lay_out(
     samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit, pad_to_multiple_of: int
 ) -> _Layout:
     """Append fillers to samples (or nodes), and assign all tokens to ranks."""
-    documents, placement = _with_filler_documents(samples, sample_placement, split)
+    documents, placement = _add_filler_documents(samples, sample_placement, split)
     padding_by_rank = _padding_by_rank(documents, placement, split, pad_to_multiple_of)
     documents += [filler_document([PAD_ID] * num_padding) for num_padding in padding_by_rank.values()]
     placement += padding_by_rank.keys()
@@ -147,15 +149,19 @@ def _lay_out(
 def _load_media(
     layout: _Layout, spec: InputSpec, towers: frozenset[Tower] | None
 ) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
-    """Load this rank's media; return the inputs of its towers by argument, and the exchange of features by kind."""
+    """Load this rank's media; return the inputs of its towers by argument, and the exchange of features by kind.
+
+    The media of a sequence are divided among its ranks: each encodes some, and sends the features to those that
+    hold their placeholder tokens. All ranks run the same towers, those without such media on a blank medium.
+    """
     if not spec.towers:
         return {}, {}
     documents, split = layout.documents, layout.split
     media_ranks = _assign_media(documents, layout.placement, spec, split)
     media = load_media(_single_media(split.rank, documents, media_ranks), spec)
+    required_towers = spec.towers if towers is None else towers
     routes: dict[str, FeatureRoute] = {}
-    for kind in _routed_kinds(media_ranks, spec, spec.towers if towers is None else towers):
-        # All ranks run the kind's tower, those without such media on a blank one, whose features no rank receives.
+    for kind in _routed_kinds(media_ranks, spec, required_towers):
         media = _with_blank_medium(media, kind, spec)
         placeholders = _placeholder_positions(documents, kind, spec)
         feature_ranks = _feature_ranks(media_ranks, kind, spec)
@@ -163,7 +169,7 @@ def _load_media(
     return media, routes
 
 
-def _tree_shard(shard: SequenceShard, nodes: Sequence[Node]) -> SequenceShard:
+def _with_tree(shard: SequenceShard, nodes: Sequence[Node]) -> SequenceShard:
     """Add the structure of a prefix tree to a shard whose sharded documents are its nodes, then fillers."""
     filler_lengths = shard.sharded_lengths[len(nodes) :]
     return dataclasses.replace(
@@ -186,9 +192,9 @@ def _tree_fields(
 def _token_fields(layout: _Layout, media: dict[str, Tensor], spec: InputSpec) -> dict[str, Any]:
     """Return the batch's fields of tokens, positions, channels and media by name."""
     documents, index = layout.documents, layout.positions
-    input_ids, labels, weights = joined_tokens(documents, spec)  # of the complete sequence
-    rank_weights = None if weights is None else weights[index]
-    fields = batch_fields(input_ids[index], labels[index], rank_weights, media, spec, exchanges_features=True)
+    tokens = join_documents(documents, spec)  # of the complete sequence
+    weights = None if tokens.weights is None else tokens.weights[index]
+    fields = batch_fields(tokens.input_ids[index], tokens.labels[index], weights, media, spec, exchanges_features=True)
     fields["position_ids"] = joined_positions(_document_positions(documents, spec, index), spec, index)
     fields["channels"] = tuple(document.channel for document in documents)
     return fields
@@ -210,25 +216,37 @@ def _document_positions(
     return positions
 
 
-def _with_filler_documents(
+def _add_filler_documents(
     samples: Sequence[EncodedSample], sample_placement: Sequence[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
-    """Pad sharded samples, and add the fillers that give each rank tokens; return all documents and their placement."""
-    documents = list(samples)
-    placement = list(sample_placement)
-    if SHARDED not in placement:
-        for rank in range(split.size):
-            if rank not in sample_placement:
-                documents.append(filler_document([PAD_ID]))
-                placement.append(rank)
-        return documents, placement
+    """Add padding so that the samples of a sequence can be divided among the ranks that compute it together.
+
+    Fillers are documents of padding tokens without labels, so they do not affect the loss. If no sample is sharded,
+    they give every rank at least one token. Otherwise they make the sharded tokens divisible among the ranks.
+
+    Args:
+        sample_placement: for each sample, the rank that holds it, or ``SHARDED`` if its tokens are divided among all.
+        split: number of ranks, and how they divide a sequence.
+
+    Returns:
+        The documents (first the samples, the sharded ones padded, then fillers), and the placement of each.
+    """
+    if SHARDED not in sample_placement:
+        idle_ranks = [rank for rank in range(split.size) if rank not in sample_placement]
+        fillers = [filler_document([PAD_ID]) for _ in idle_ranks]
+        return [*samples, *fillers], [*sample_placement, *idle_ranks]
+
+    documents = []
     num_sharded_tokens = 0
-    for number, rank in enumerate(sample_placement):
+    for sample, rank in zip(samples, sample_placement, strict=True):
         if rank == SHARDED:
-            documents[number] = align_sample(samples[number], split.multiple)
-            num_sharded_tokens += documents[number].length
+            sample = align_sample(sample, split.multiple)  # pads its length to a multiple
+            num_sharded_tokens += sample.length
+        documents.append(sample)
+
+    placement = list(sample_placement)
     num_filler_tokens = split.num_filler_tokens(num_sharded_tokens)
-    if num_filler_tokens:  # each rank must hold the same number of sharded tokens
+    if num_filler_tokens:
         documents.append(filler_document([PAD_ID] * num_filler_tokens))
         placement.append(SHARDED)
     return documents, placement

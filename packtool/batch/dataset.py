@@ -70,10 +70,12 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         self.spec = spec
         self.skip_bad_media = skip_bad_media
         self.splits = dict(splits or {})
-        self._default_num_ranks = next(iter(self.splits), 1)
-        self.pad_to_multiple_of, self.min_shared = pad_to_multiple_of, min_shared
+        self._default_num_ranks = next(iter(self.splits), 1)  # the first size, or 1 without any
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.min_shared = min_shared
         self.required_towers = spec.towers if required_towers is None else required_towers
-        self._collate_local: Callable[..., Batch]  # for micro-batches that no other rank shares
+        # Makes a batch of (samples, spec, towers) for a micro-batch that no other rank shares.
+        self._collate_local: Callable[..., Batch]
         if min_shared is not None:
             self._collate_local = partial(collate_tree, min_shared=min_shared, pad_to_multiple_of=pad_to_multiple_of)
         elif packing:
@@ -132,24 +134,34 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     def _separate_bad_media(
         self, samples: Sequence[EncodedSample], micro_batch: MicroBatch
     ) -> tuple[list[EncodedSample], list[SkippedSample]]:
-        """Load the media of each sample alone; return the samples whose media load, and records of the others.
+        """Separate samples whose media cannot be loaded, after loading the media of each sample alone.
 
-        If a sample is in the micro-batch several times and one copy fails, all its copies are left out.
+        If a sample is in the micro-batch several times and one copy fails, all its copies are left out. ``samples`` are
+        those of ``micro_batch``, already read.
+
+        Returns:
+            The samples whose media load, and records of the others, both in the order of ``samples``.
         """
-        # Samples are identified by their positions in the caches; those of a stream, which has none, by their index.
+        # Copies of a sample have the same key: its position in the caches. In a stream, which has no positions, each
+        # sample has a key of its own.
         is_stream = not all(isinstance(planned, int) for planned in micro_batch.samples)
         keys = range(len(samples)) if is_stream else micro_batch.samples
-        errors = [sample_media_error(sample, self.spec) for sample in samples]
-        messages = {key: error.message for key, error in zip(keys, errors, strict=True) if error is not None}
+        message_by_key: dict[int, str] = {}
+        for key, sample in zip(keys, samples, strict=True):
+            error = sample_media_error(sample, self.spec)
+            if error is not None:
+                message_by_key[key] = error.message
+
         good_samples: list[EncodedSample] = []
         skipped: list[SkippedSample] = []
         for index, (key, sample) in enumerate(zip(keys, samples, strict=True)):
-            if key in messages:
-                position = None if is_stream else key
-                lost = SkippedSample(sample.source, sample.row, messages[key], num_targets(sample), index, position)
-                skipped.append(lost)
-            else:
+            if key not in message_by_key:
                 good_samples.append(sample)
+                continue
+            message = message_by_key[key]
+            cache_position = None if is_stream else key
+            record = SkippedSample(sample.source, sample.row, message, num_targets(sample), index, cache_position)
+            skipped.append(record)
         return good_samples, skipped
 
 
@@ -161,9 +173,10 @@ def load_micro_batches(
     pin_memory: bool = False,
     remedy: str = RESUME,
 ) -> Iterator[Batch]:
-    """Yield the collated micro-batches at ``indices``, prefetched by ``num_workers`` processes.
+    """Yield the tensors of planned micro-batches in order, prepared in advance by ``num_workers`` processes.
 
-    Raises an item of the dataset that is a PacktoolError; and a PacktoolError with ``remedy`` if a process dies.
+    ``dataset`` maps each of ``indices`` (of ``MicroBatches``, the planned micro-batches themselves) to a batch, or to a
+    PacktoolError, which is raised here. If a process dies, a PacktoolError with ``remedy`` is raised.
     """
     loader = DataLoader(
         dataset,

@@ -118,12 +118,12 @@ def restore_padding(
     """Put a model's values of a packed sequence back into one row per document, padded on the right.
 
     Args:
-        values: (1, T, ...), one for each packed position; gradients flow through.
-        seqlens: int (B,), tokens of each document, without the pads that align it.
-        cu_seqlens: int (B + 1,), starts of the documents in ``values``, pads included.
+        values: (1, T, ...), one for each packed token; gradients flow through.
+        seqlens: int (B,), tokens of each document, without the padding that follows it in ``values``.
+        cu_seqlens: int (B + 1,), starts of the documents in ``values``, padding included.
         seq_len: length L of the restored rows.
-        prompt_length: int (B,) or (B, 1), at least 1. A row then has only the values of the positions that predict the
-            tokens after its prompt, of which the first is the prompt's last token.
+        prompt_length: int (B,) or (B, 1), tokens of each document's prompt, at least 1. A row then has only the values
+            that predict the tokens after the prompt, which begin at the prompt's last token.
         fill: value of the padding.
 
     Returns:
@@ -135,19 +135,19 @@ def restore_padding(
     """
     if values.shape[0] != 1:
         raise ValueError(f"expected the values of one packed sequence, (1, T, ...), not {tuple(values.shape)}")
-    lengths = seqlens.long()  # (B,), of the rows
-    starts = cu_seqlens[:-1].long()  # (B,), packed position of each row's first value
+    row_lengths = seqlens.long()  # (B,)
+    row_starts = cu_seqlens[:-1].long()  # (B,), packed position of each row's first value
     if prompt_length is not None:
         prompt_lengths = prompt_length.reshape(-1)
-        _check_prompts(prompt_lengths, lengths)
-        lengths = (lengths - prompt_lengths).clamp(min=0)  # rows may be empty, prompts not
-        starts = starts + prompt_lengths - 1
-    max_length = int(lengths.max()) if len(lengths) else 0
+        _check_prompts(prompt_lengths, row_lengths)
+        row_lengths = (row_lengths - prompt_lengths).clamp(min=0)  # 0 for an empty document, whose prompt has length 1
+        row_starts = row_starts + prompt_lengths - 1
+    max_length = int(row_lengths.max()) if len(row_lengths) else 0
     if max_length > seq_len:
         raise ValueError(f"seq_len {seq_len} is too short for a row of {max_length}")
     if values.shape[1] == 0:
-        return values.new_full((len(lengths), seq_len, *values.shape[2:]), fill)
-    return _gather_rows(values[0], starts, lengths, seq_len, fill)
+        return values.new_full((len(row_lengths), seq_len, *values.shape[2:]), fill)
+    return _gather_rows(values[0], row_starts, row_lengths, seq_len, fill)
 
 
 def _gather_rows(values: Tensor, starts: Tensor, lengths: Tensor, seq_len: int, fill: float) -> Tensor:

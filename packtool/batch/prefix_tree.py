@@ -131,28 +131,30 @@ class _Group(NamedTuple):
 
 
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: int) -> list[Node]:
-    """Build the prefix tree of samples: nodes that hold each common prefix once, each after its parent.
+    """Divide samples into the nodes of a prefix tree, so that tokens that samples begin with are in one node only.
 
-    A prefix of fewer than ``min_shared`` tokens, counted from the samples' beginning, is not shared.
+    A node holds consecutive tokens that one or several samples have in common, and comes after its parent, the node
+    that it continues. A common prefix of fewer than ``min_shared`` tokens, counted from the beginning of the samples,
+    is not shared. Example with ``min_shared`` 2: samples "a b c" and "a b d" have the nodes "a b", "c" and "d".
     """
     if not samples:
         return []
     symbols, can_end_at = _symbols_of_samples(samples, spec)
     nodes: list[Node] = []
-    groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)]  # a stack
-    while groups:
-        group = groups.pop()
-        sample_numbers, start, parent = group
+    stack = [_Group(list(range(len(samples))), start=0, parent=ROOT)]
+    while stack:
+        group = stack.pop()
+        numbers = group.sample_numbers
+        next_start, next_parent = group.start, group.parent
         stop, branches = _divide_group(group, samples, symbols, can_end_at)
-        if len(sample_numbers) > 1 and stop < min_shared:  # too short for a node
-            if not branches:  # short samples that are equal
-                branches = [[number] for number in sample_numbers]
-        elif stop > start:
-            nodes.append(Node(tuple(sample_numbers), start, stop, parent))
-            start = stop
-            parent = len(nodes) - 1
+        is_too_short = len(numbers) > 1 and stop < min_shared
+        if is_too_short and not branches:  # short samples that are equal
+            branches = [[number] for number in numbers]
+        if not is_too_short and stop > group.start:
+            nodes.append(Node(tuple(numbers), group.start, stop, group.parent))
+            next_start, next_parent = stop, len(nodes) - 1
         for branch in reversed(branches):  # so that the first branch is popped first
-            groups.append(_Group(branch, start, parent))
+            stack.append(_Group(branch, next_start, next_parent))
     return nodes
 
 
@@ -203,22 +205,25 @@ def _symbols_of_samples(samples: Sequence[EncodedSample], spec: InputSpec) -> tu
 
 
 def _symbols(sample: EncodedSample, spec: InputSpec, medium_numbers: MediaNumbers) -> tuple[Int64Array, BoolArray]:
-    """Return a sample's symbols, int64 (L,), and whether a prefix of each length may end, bool (L + 1,).
+    """Return what is compared to find the common prefix of a sample and others, and where such a prefix may end.
 
-    A symbol is a token's id, or for a medium's placeholder tokens a negative number that stands for its content.
+    Returns:
+        A symbol for each token, int64 (L,): the token's id, or for the placeholder tokens of a medium a negative number
+        that stands for its content. And whether a prefix of each length 0 to L may end there, bool (L + 1,).
     """
-    ids = sample.input_ids
+    input_ids = sample.input_ids
     tokens = spec.media_tokens
-    symbols = ids.astype(np.int64)
-    can_end_at = np.ones(len(ids) + 1, np.bool_)
-    is_placeholder = np.isin(ids, list(tokens.pads.values()))
+    is_placeholder = np.isin(input_ids, list(tokens.pads.values()))
+    symbols = input_ids.astype(np.int64)
+    can_end_at = np.ones(len(input_ids) + 1, np.bool_)
     for span in media_spans(sample, tokens):
-        span_symbols = symbols[span.start : span.stop]  # a view
-        span_symbols[is_placeholder[span.start : span.stop]] = -1 - medium_numbers(span.medium)
+        content_symbol = -1 - medium_numbers(span.medium)  # numbers count from 0, so that it is negative
+        medium_tokens = span.start + np.flatnonzero(is_placeholder[span.start : span.stop])
+        symbols[medium_tokens] = content_symbol
         can_end_at[span.start + 1 : span.stop] = False  # a prefix has all tokens of a medium, or none
     # Nor can it end after a token that opens a medium, as media of different kinds may follow.
     opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]
-    can_end_at[1:] &= ~np.isin(ids, opening_ids)  # the prefix of length i + 1 ends with token i
+    can_end_at[1:] &= ~np.isin(input_ids, opening_ids)  # the prefix of length i + 1 ends with token i
     return symbols, can_end_at
 
 

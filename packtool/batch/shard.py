@@ -107,25 +107,31 @@ class SequenceShard:
 
 
 def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
-    """Assign every token to one rank; return for each rank the positions of its tokens in its own order, int64 (t,).
+    """Assign every token of a packed sequence to one of the ranks that compute it together.
 
-    The lengths of sharded documents must be multiples of ``split.multiple``, and their sum one of the number of ranks.
+    Args:
+        lengths: tokens of each document. Those of sharded documents must be multiples of ``split.multiple``, and their
+            sum a multiple of the number of ranks.
+        placement: for each document, the rank that holds it, or ``SHARDED`` if its tokens are divided among all.
+
+    Returns:
+        For each rank, positions of its tokens in the sequence, int64 (t,): those of its own documents, in order, then
+        its part of the sharded ones.
     """
-    # Arrays to concatenate; the empty one makes the type right if no other is appended.
-    no_tokens = np.zeros(0, np.int64)
-    tokens_by_rank = [[no_tokens] for _ in range(split.size)]
-    sharded_documents = []
+    no_tokens = np.zeros(0, np.int64)  # so that a rank without tokens gets an array of the right type
+    token_arrays_by_rank = [[no_tokens] for _ in range(split.size)]
+    sharded_documents: list[Int64Array] = []
     start = 0
     for length, rank in zip(lengths, placement, strict=True):
-        tokens = np.arange(start, start + length)
+        document_tokens = np.arange(start, start + length)
         start += length
         if rank == SHARDED:
-            sharded_documents.append(tokens)
+            sharded_documents.append(document_tokens)
         else:
-            tokens_by_rank[rank].append(tokens)
-    for rank, tokens in enumerate(_divide_sharded(sharded_documents, split)):
-        tokens_by_rank[rank].append(tokens)
-    return [np.concatenate(rank_tokens) for rank_tokens in tokens_by_rank]
+            token_arrays_by_rank[rank].append(document_tokens)
+    for rank, sharded_tokens in enumerate(_divide_sharded(sharded_documents, split)):
+        token_arrays_by_rank[rank].append(sharded_tokens)
+    return [np.concatenate(token_arrays) for token_arrays in token_arrays_by_rank]
 
 
 def _divide_sharded(documents: Sequence[Int64Array], split: SequenceSplit) -> list[Int64Array]:
@@ -150,27 +156,35 @@ def _divide_sharded(documents: Sequence[Int64Array], split: SequenceSplit) -> li
 def route_features(
     positions: Int64Array, source_ranks: Int64Array, tokens_by_rank: Sequence[Int64Array], rank: int
 ) -> FeatureRoute:
-    """Plan the all-to-all exchange of tower features, from the ranks that compute them to those that hold their tokens.
+    """Plan how ranks exchange the features of media, from the ranks that compute them to those that hold their tokens.
+
+    Each of n placeholder tokens stands for one feature: a row of a media encoder's output.
 
     Args:
-        positions: (n,), positions in the sequence of the n placeholder tokens, one per feature, ascending.
+        positions: (n,), positions in the sequence of the placeholder tokens, ascending.
         source_ranks: (n,), the rank that computes each feature.
-        tokens_by_rank: the tokens that each rank holds, as ``assign_tokens`` returns them.
-        rank: this rank.
+        tokens_by_rank: positions in the sequence of the tokens that each rank holds, in the rank's own order.
+        rank: this rank, whose part of the exchange is returned.
     """
     num_ranks = len(tokens_by_rank)
-    rank_of_token = np.empty(sum(map(len, tokens_by_rank)), np.int64)
+    num_tokens = sum(len(tokens) for tokens in tokens_by_rank)
+    rank_of_token = np.empty(num_tokens, np.int64)
     for token_rank, tokens in enumerate(tokens_by_rank):
         rank_of_token[tokens] = token_rank
     target_ranks = rank_of_token[positions]  # (n,), the rank that holds each feature's token
-    send_targets = target_ranks[source_ranks == rank]
+
+    is_sent = source_ranks == rank
+    send_targets = target_ranks[is_sent]
+    send_order = np.argsort(send_targets, kind="stable")
+
     is_received = target_ranks == rank
     receive_sources = source_ranks[is_received]
+    receive_order = _receive_order(positions[is_received], receive_sources, tokens_by_rank[rank])
     return FeatureRoute(
-        send_order=torch.from_numpy(np.argsort(send_targets, kind="stable")),
+        send_order=torch.from_numpy(send_order),
         send_counts=tuple(np.bincount(send_targets, minlength=num_ranks).tolist()),
         receive_counts=tuple(np.bincount(receive_sources, minlength=num_ranks).tolist()),
-        receive_order=torch.from_numpy(_receive_order(positions[is_received], receive_sources, tokens_by_rank[rank])),
+        receive_order=torch.from_numpy(receive_order),
     )
 
 

@@ -69,24 +69,34 @@ class TowerInputs(Movable):
 def tower_inputs(
     spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, exchanges_features: bool = False
 ) -> dict[Tower, TowerInputs]:
-    """Return the inputs of each tower that has media, by tower, from the model's arguments and int64 (B, T) token ids.
+    """Prepare inputs of the towers (encoders of media) that they would otherwise compute on the GPU.
 
-    ``exchanges_features``: ranks share the sequence, and send each other the features of its media.
+    Args:
+        media: pixels, grids and mel frames, by the names of the model's arguments.
+        input_ids: int64 (B, T); placeholder tokens stand where the features of media are inserted.
+        exchanges_features: True if ranks share the sequence, and send each other the features of its media.
+
+    Returns:
+        Inputs for each tower that has media; nothing where the model's own forward needs no help.
     """
     if not media:
         return {}
-    if spec.family.processor_inputs:  # the model's own forward inserts the features, where it can
-        needs_hook = exchanges_features or not media.keys().isdisjoint(VIDEO_INPUTS)
-        return {"vision": TowerInputs({}, _placeholder_positions(spec, input_ids))} if needs_hook else {}
+    uses_own_forward = bool(spec.family.processor_inputs)  # to encode the media and insert their features
+    needs_hook = exchanges_features or any(name in media for name in VIDEO_INPUTS)  # packtool does it instead
+    if uses_own_forward and not needs_hook:
+        return {}
     positions = _placeholder_positions(spec, input_ids)
+    if uses_own_forward:
+        return {"vision": TowerInputs(arguments={}, positions=positions)}
+
     inputs: dict[Tower, TowerInputs] = {}
     grids = [media[grid_name] for _, grid_name in spec.family.visual_inputs.values() if grid_name in media]
     if grids:
         visual_positions = {kind: kind_positions for kind, kind_positions in positions.items() if kind != "audio"}
         inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual_positions)
-    mask = media.get("feature_attention_mask")  # of the mel frames of sounds
-    if mask is not None:
-        inputs["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
+    frame_mask = media.get("feature_attention_mask")  # (sounds, mel frames), 0 on padding
+    if frame_mask is not None:
+        inputs["sound"] = TowerInputs(_sound_arguments(spec, frame_mask), {"audio": positions["audio"]})
     return inputs
 
 
@@ -101,7 +111,11 @@ def _placeholder_positions(spec: InputSpec, input_ids: Tensor) -> dict[str, Tens
 
 
 def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
-    """Return arguments of the vision tower; ``grids``, int64 (media, 3), has [t, h, w] in patches, images first."""
+    """Return arguments of the vision tower that depend only on the sizes of its images and videos.
+
+    ``grids``, int64 (media, 3), has the time steps, rows and columns of patches of each medium, images first. The
+    arguments are boundaries of media, positions of patches, and where the tower has them, interpolation and windows.
+    """
     tower: Any = spec.meta_model.visual
     merge_size: int = tower.spatial_merge_size
     cu_seqlens = get_vision_cu_seqlens(grids)
@@ -110,7 +124,8 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
         "cu_seqlens": cu_seqlens,
         "max_seqlen": _max_length(cu_seqlens),
     }
-    if hasattr(tower, "num_grid_per_side"):  # the tower has learned positions, resampled to each picture's size
+    has_learned_positions = hasattr(tower, "num_grid_per_side")  # resampled to each picture's size
+    if has_learned_positions:
         arguments["interp_indices"], arguments["interp_weights"] = get_vision_interpolation_indices_and_weights(
             grids,
             num_grid_per_side=tower.num_grid_per_side,
@@ -118,33 +133,43 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=merge_size,
         )
-    if hasattr(tower, "window_size"):  # the tower has layers with windowed attention
+    has_windowed_attention = hasattr(tower, "window_size")
+    if has_windowed_attention:
         window_index, cu_window_seqlens = get_vision_window_index(
             grids, spatial_merge_size=merge_size, window_size=tower.window_size, patch_size=tower.patch_size
         )
-        arguments |= {"window_index": window_index, "cu_window_seqlens": cu_window_seqlens}
+        arguments["window_index"] = window_index
+        arguments["cu_window_seqlens"] = cu_window_seqlens
         arguments["max_window_seqlen"] = _max_length(cu_window_seqlens)
     return arguments
 
 
-def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
-    """Return arguments of the audio tower, which computes sounds in chunks of frames.
+def _sound_arguments(spec: InputSpec, frame_mask: Tensor) -> dict[str, Tensor | int]:
+    """Return arguments of the audio tower, which computes sounds in chunks of mel frames.
 
-    ``mask`` is int64 (sounds, frames), 0 on padding. All arguments are transformers' except ``frames``.
+    ``frame_mask`` is int64 (sounds, frames), 0 on padding. The names are those of the tower's arguments, except
+    "frames": the index of each chunk's frames in the flattened mask, int64 (chunks, frames per chunk).
     """
     tower: Any = spec.meta_model.audio_tower
-    helpers: Any = sys.modules[type(tower).__module__]  # transformers' functions in the module of the tower's class
-    lengths = mask.sum(dim=1)  # (sounds,)
-    frames, chunk_lengths = _chunk_frames(mask, helpers, tower.n_window)
-    arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths, "frames": frames}
+    # The functions of transformers in the module that defines the tower.
+    helpers: Any = sys.modules[type(tower).__module__]
+    frame_counts = frame_mask.sum(dim=1)  # (sounds,)
+    frame_index, chunk_lengths = _chunk_frames(frame_mask, helpers, tower.n_window)
+    arguments: dict[str, Tensor | int] = {
+        "chunk_lengths": chunk_lengths,
+        "feature_lens": frame_counts,
+        "frames": frame_index,
+    }
     if spec.family.is_qwen3:
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
-        cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
+        cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, frame_counts, tower.n_window_infer, tower.n_window)
     else:
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths)
-        arguments["pool_indices"] = helpers.get_pool_indices(lengths)
+        arguments["pool_indices"] = helpers.get_pool_indices(frame_counts)
         cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths)
-    return arguments | {"cu_seqlens": cu_seqlens, "max_seqlen": _max_length(cu_seqlens)}
+    arguments["cu_seqlens"] = cu_seqlens
+    arguments["max_seqlen"] = _max_length(cu_seqlens)
+    return arguments
 
 
 def _chunk_frames(mask: Tensor, helpers: Any, window: int) -> tuple[Tensor, Tensor]:

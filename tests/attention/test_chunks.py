@@ -56,7 +56,7 @@ def test_chunks_have_the_keys_of_their_definition(
     visible = ReferenceKernel.scores(q, k, varlen, 1.0)[0] > 0
     key_positions = torch.cat([torch.arange(keys) for keys in key_lengths])
     visible &= torch.cat(positions)[:, None] // chunk_size == key_positions // chunk_size
-    chunks, kept = varlen.cut(chunk_size)
+    chunks, kept = varlen.cut_into_chunks(chunk_size)
     kept = torch.arange(len(k)) if kept is None else kept
     of_chunks = torch.zeros_like(visible)
     of_chunks[:, kept] = ReferenceKernel.scores(q, k[kept], chunks, 1.0)[0] > 0

@@ -75,20 +75,24 @@ def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, 
 
     ``num_ranks`` is 1 if their number is not known yet. If the model is ``trained``, it must have no attention dropout.
     """
-    text = text_config_of(config)
-    depends_on_position = text.get("attention_chunk_size") or text.get("attn_temperature_tuning")
-    if reason := family_of(config).unshared or (IN_CHUNKS if depends_on_position else ""):
+    text_config = text_config_of(config)
+    depends_on_position = text_config.get("attention_chunk_size") or text_config.get("attn_temperature_tuning")
+    reason = family_of(config).unshared  # "" if nothing of the family prevents it
+    if not reason and depends_on_position:
+        reason = IN_CHUNKS
+    if reason:
         raise UnsupportedModelError(
             f"--sequence-parallel-size: in a {config.get('model_type')} model, {reason}, which sequences that several "
             "processes share cannot",
             "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
         )
-    if "linear_attention" in (text.get("layer_types") or ()):
-        _refuse_recurrent_layers(str(thinker_of(config).get("model_type")), text, num_ranks)
-    if trained and text.get("attention_dropout"):
+    if "linear_attention" in (text_config.get("layer_types") or ()):
+        model_type = str(thinker_of(config).get("model_type"))
+        _refuse_recurrent_layers(model_type, text_config, num_ranks)
+    if trained and text_config.get("attention_dropout"):
         raise UnsupportedModelError(
-            f"--sequence-parallel-size: the model drops {text['attention_dropout']:g} of its attention weights, which "
-            "sequences that several processes share cannot",
+            f"--sequence-parallel-size: the model drops {text_config['attention_dropout']:g} of its attention weights, "
+            "which sequences that several processes share cannot",
             "Set attention_dropout to 0 in the model's config.json.",
         )
 
@@ -144,7 +148,12 @@ class Axes:
 def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, ranks_per_node: int) -> Axes:
     """Choose how ranks share a sequence: as the options request, or with ``auto`` so that they exchange the least data.
 
-    ``typical_length`` is the mean length of the samples, weighted by their tokens.
+    Ranks can divide attention heads (the Ulysses axis), tokens (the ring axis), or both. On the ring axis, chunks of
+    keys pass from rank to rank, or are gathered at once. Raises a ConfigError if the heads cannot be divided so.
+
+    Args:
+        heads: attention heads of the model.
+        typical_length: mean tokens of a sample, where samples are weighted by their tokens.
     """
     num_ranks = options.sequence_parallel_ranks
     if num_ranks == 1:
@@ -158,10 +167,11 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     if requested_ulysses is None:
         axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
-        (axes,), reason = candidates, "as asked"
-    chooses_exchange = options.sequence_parallel_type not in ("ring", "allgather")
-    if axes.ring_size > 1 and chooses_exchange:
-        # In a ring, attention to one chunk must take longer than sending the next one.
+        (axes,) = candidates
+        reason = "as asked"
+    is_exchange_requested = options.sequence_parallel_type in ("ring", "allgather")
+    if axes.ring_size > 1 and not is_exchange_requested:
+        # ``_possible_axes`` has chosen a ring if attention to one chunk takes longer than sending the next one.
         verdict = "long enough" if axes.kv_exchange == "ring" else "too short"
         chunk_tokens = _chunk_tokens(axes, typical_length)
         reason += f"; chunks of about {chunk_tokens:,} tokens are {verdict} to hide the next one's way"

@@ -248,7 +248,11 @@ def merge_outputs(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
 
 
 def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> BlockKernel:
-    """Return the kernel for blocks by ``--attn-impl``; ``head_dims`` are the head size D of q and k, and that of v."""
+    """Return the attention kernel for sequences that several ranks share, which attends to keys block by block.
+
+    ``impl`` is a value of ``--attn-impl``; a ConfigError is raised for one without such a kernel. ``head_dims`` are the
+    head size D of queries and keys, and that of values.
+    """
     if impl not in SEQUENCE_PARALLEL_KERNELS:
         raise ConfigError(
             f"--attn-impl {impl}: sequences that several processes share are attended to in blocks, by torch's kernels "
@@ -258,10 +262,10 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
     gpu_error = fast_gpu_error("torch's varlen", device, dtype)
     if impl == "varlen" and gpu_error is not None:
         raise ConfigError(f"--attn-impl varlen: {gpu_error.message}", gpu_error.remedy)
-    has_cuda_flash = gpu_error is None and max(head_dims) <= _MAX_CUDA_FLASH_HEAD_DIM
+    query_dim, value_dim = head_dims
+    has_cuda_flash = gpu_error is None and max(query_dim, value_dim) <= _MAX_CUDA_FLASH_HEAD_DIM
     if has_cuda_flash and impl in ("auto", "varlen"):
         return CudaFlashBlockKernel()
-    query_dim, value_dim = head_dims
     has_cpu_flash = device.type == "cpu" and hasattr(torch.ops.aten, _CPU_FLASH) and query_dim == value_dim
     if has_cpu_flash and impl != "reference":
         return CpuFlashBlockKernel()
@@ -338,10 +342,15 @@ class ShardLayout:
 
 @lru_cache(maxsize=4)
 def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
-    """Return the layout of a rank's shard; cached, because every layer needs it."""
+    """Find the keys that queries see on each rank of a shared sequence; cached, because every layer needs them.
+
+    Ranks on a ring divide each sharded document into chunks in order: each has an early chunk and a late one, and those
+    of a lower rank lie further outside. With two ranks: early 0, early 1, late 1, late 0.
+    """
     lengths = _lengths_on_rank(shard)
+    half_lengths = [length // 2 for length in lengths]
     documents = Varlen.of_lengths(lengths, device)
-    half_documents = Varlen.of_lengths([length // 2 for length in lengths], device)  # one of a rank's two chunks
+    half_documents = Varlen.of_lengths(half_lengths, device)  # one of a rank's two chunks
     early_rows = _join_rows(_chunk_rows(shard, is_late=False), device)
     late_rows = _join_rows(_chunk_rows(shard, is_late=True), device)
     ring_ranks = range(shard.split.ring_size)
@@ -403,20 +412,22 @@ def _visible_keys(
 
 
 def _prefix_keys(shard: SequenceShard, key_ranks: Sequence[int], device: torch.device) -> VisibleKeys | None:
-    """Return this rank's queries of documents that continue a prefix, and the keys of their prefixes on ``key_ranks``.
+    """Find the keys of prefixes on the ring ranks ``key_ranks`` that this rank's queries see.
 
-    Key rows count the tokens of ``key_ranks``, one rank after the other. None if no document continues a prefix.
+    A document may continue an earlier one, its parent, which several documents begin with. Its queries see the keys of
+    its parent, of the parent's parent, and so on. Rows of keys count the tokens of ``key_ranks``, one rank after the
+    other. None if no document continues another.
     """
     continuing = [document for document, parent in enumerate(shard.parents) if parent != ROOT]
     if not continuing:
         return None
-    key_rows = _rows_on_ranks(shard, key_ranks)
+    own_key_rows = _rows_on_ranks(shard, key_ranks)  # of each document
     prefix_rows: list[Int64Array] = []  # of each document: rows of all its prefixes, from the root down
     for parent in shard.parents:
         if parent == ROOT:
             prefix_rows.append(_NO_ROWS)
         else:
-            prefix_rows.append(np.concatenate([prefix_rows[parent], key_rows[parent]]))
+            prefix_rows.append(np.concatenate([prefix_rows[parent], own_key_rows[parent]]))
     query_rows = _document_rows(shard)
     queries = [query_rows[document] for document in continuing]
     keys = [prefix_rows[document] for document in continuing]

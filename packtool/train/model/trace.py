@@ -37,8 +37,16 @@ from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Grad
 from packtool.attention.parallel.mesh import AbsentRanks, SequenceParallel
 from packtool.attention.recurrent import set_recurrent_ranks
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
-from packtool.batch.batch import Batch, CrossPictures, PackedBatch, ShardedBatch, TreeBatch, WholePictures
-from packtool.batch.collate import add_cross_mask, filler_document
+from packtool.batch.batch import (
+    Batch,
+    CrossPictures,
+    PackedBatch,
+    ShardedBatch,
+    TreeBatch,
+    WholePictures,
+    add_cross_attention_mask,
+)
+from packtool.batch.collate import filler_document
 from packtool.batch.media import blank_processed, large_processed
 from packtool.batch.prefix_tree import ROOT
 from packtool.batch.shard import FeatureRoute, SequenceShard, SequenceSplit
@@ -203,7 +211,7 @@ def _traced_pictures(
         num_samples = min(num_placeholders, input_ids.shape[1] // 2)
         parts = torch.zeros_like(input_ids[0]).tensor_split(num_samples)
         samples = [[0, spec.pad_ids["image"], *part[2:].tolist()] for part in parts]
-        return add_cross_mask([filler_document(sample) for sample in samples], media, spec)
+        return add_cross_attention_mask([filler_document(sample) for sample in samples], media, spec)
     size, _ = blank_processed(spec)
     spans = [(start, min(start + size, num_placeholders)) for start in range(0, num_placeholders, size)]
     only_windows = spec.whole_pictures == "windows"
