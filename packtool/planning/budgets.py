@@ -61,10 +61,15 @@ _num_packs_of_epochs: dict[str, int] = {}  # remembered by this process, by a ha
 def check_media_tokens(
     media_tokens: IntArray | None, lengths: IntArray, max_media_tokens: int | None, capacity: int
 ) -> Int32Array | None:
-    """Check that no sample has more media tokens, (N,), than a pack may hold, and return them as int32 (N,).
+    """Return the media tokens of samples if packing must limit them, int32 (N,); otherwise None.
 
-    Returns None if the packer can ignore them: without a limit, and where no pack of ``capacity`` tokens can exceed it.
-    ``lengths``, (N,), include media tokens.
+    None if there is no limit, or if no pack of ``capacity`` tokens can exceed it.
+
+    Args:
+        media_tokens: tokens of images, videos and sounds of each sample, (N,). It is a ConfigError if they are None
+            though limited, and a DataError if a single sample exceeds the limit.
+        lengths: all tokens of each sample, (N,), those of media included.
+        max_media_tokens: maximum media tokens of a pack; None for no limit.
     """
     if max_media_tokens is None or len(lengths) == 0:
         return None
@@ -97,9 +102,11 @@ def pack_within_budgets(
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Pack samples, (N,), within ``limits``: every epoch has different packs, but equally many.
+    """Pack samples within a limit of tokens and one of media tokens; both arrays are (N,).
 
-    Without ``shuffle`` nothing is random. ``stream`` is an offset of the random streams, as from ``of_window``.
+    Every epoch has different packs, but equally many: a few more than epoch 0 needs. If an epoch needs fewer, some
+    packs are split. Without ``shuffle`` nothing is random. ``stream``: offset of the random streams, as from
+    ``of_window``.
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
@@ -111,10 +118,11 @@ def pack_within_budgets(
         noise = seeded_uniform(len(lengths), seed=seed, epoch=number, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
-    key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
-    if key not in _num_packs_of_epochs:
-        _num_packs_of_epochs[key] = min(_with_slack(pack_epoch(0, _NOISE_STREAMS[0]).num_packs), len(lengths))
-    num_packs = _num_packs_of_epochs[key]  # none of them empty
+    inputs_hash = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
+    if inputs_hash not in _num_packs_of_epochs:
+        num_packs_of_epoch_0 = pack_epoch(0, _NOISE_STREAMS[0]).num_packs
+        _num_packs_of_epochs[inputs_hash] = min(_with_slack(num_packs_of_epoch_0), len(lengths))  # none is empty
+    num_packs = _num_packs_of_epochs[inputs_hash]
     plan = _pack_up_to(num_packs, pack_epoch, epoch)
     pack_order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, pack_order), num_packs)
@@ -141,19 +149,23 @@ def place_within_budgets(
 
     Each pack begins with the largest remaining sample, by its share of a pack's tokens or media tokens.
 
-    All arrays are (N,). Of similar samples, the first one in ``order`` is packed first. ``noise``, from 0 to 1, varies
-    which samples begin packs, and how many tokens stay free.
+    Args:
+        lengths, media_tokens: of each sample, (N,).
+        order: sample numbers, (N,); of similar samples, the first one in this order is packed first.
+        noise: from 0 to 1, (N,), varies which samples begin packs, and how many tokens stay free. None for no noise.
     """
-    shares = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)
+    shares = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)  # of a pack, (N,)
     if noise is not None:
         shares *= 1 - MAX_SHORTENING * noise
     scarcity_factor = 0.0  # slots are never scarce
     shortest = int(lengths.min(initial=limits.tokens))
     if limits.samples * shortest < limits.tokens:  # the limit of samples may leave tokens free
-        subset = order[:: math.ceil(len(order) / _MAX_SUBSET)]  # evenly spaced samples
+        stride = math.ceil(len(order) / _MAX_SUBSET)
+        subset = order[::stride]
         scarcity_factor = _best_scarcity_factor(lengths[subset], media_tokens[subset], limits, shares[subset])
     packer = _Packer(lengths, media_tokens, order, limits, scarcity_factor)
-    samples, pack_sizes = packer.pack(largest_first=np.argsort(-shares, kind="stable"), noise=noise)
+    largest_first = np.argsort(-shares, kind="stable")
+    samples, pack_sizes = packer.pack(largest_first, noise)
     return build_plan(samples, pack_sizes, lengths, limits.tokens)
 
 
@@ -289,7 +301,8 @@ class _Packer:
     def _fitting_group(self, densest_safe: int, free_tokens: int, free_media: int, wanted_length: int) -> int | None:
         """Return the group of samples that fit and are nearest to ``wanted_length``; None if none fits.
 
-        It is in the first class with samples that fit: ``densest_safe``, those below it, those above.
+        Searches the density classes one after the other, and takes the first one with samples that fit. First come
+        ``densest_safe`` and the classes below it, whose samples always have few enough media tokens; then those above.
         """
         less_dense = range(densest_safe, -1, -1)
         denser = range(densest_safe + 1, len(self._max_density))

@@ -111,12 +111,15 @@ def plan_epoch(
     trees: PrefixTrees | None = None,
     samples: Int64Array | None = None,
 ) -> EpochPlan:
-    """Filter samples, pack them, and assign packs to steps and ranks; every epoch has as many packs as the first.
+    """Leave out samples that are too long, pack the others, and assign the packs to steps and ranks.
+
+    Every epoch has as many packs as the first, but with other samples together and in another order.
 
     Args:
-        lengths, target_tokens: (N,), tokens and labels that carry loss of each sample of the cache.
-        epoch: 0-based; every epoch has different packs in a different order.
-        media_tokens: (N,), of each sample.
+        lengths: tokens of each sample of the cache, (N,).
+        target_tokens: how many of these are labels that carry loss, (N,).
+        epoch: 0-based.
+        media_tokens: of each sample, (N,).
         towers: work of the towers for images and sounds of each sample.
         trees: groups of samples with shared prefixes; each group is in one pack. ``media_tokens`` and ``towers`` are
             then what each sample adds to its group.
@@ -141,19 +144,24 @@ def pack_epoch(
     samples: Int64Array | None = None,
     prefixes: DrawnPrefixes | None = None,
 ) -> PackPlan:
-    """Filter samples and pack them, or make packs of one sample without packing.
+    """Leave out samples that are too long, and pack the others; without packing, each is a pack of its own.
 
-    Arguments are as for ``plan_epoch``. ``prefixes``, in place of ``trees``, are computed once where samples of a pack
-    (or of a step, with ``samples_per_step``) share them.
+    A sample that is left out is in no pack. No sample left is a DataError. Most arguments are as for ``plan_epoch``.
+
+    Args:
+        trees: groups of samples that are packed as one; chosen before packing.
+        prefixes: in place of ``trees``: prefixes of all samples. Those that samples of one pack have in common (or
+            samples of one step, with ``samples_per_step``) are then computed once.
     """
-    kept = _kept_samples(lengths, options.max_length, samples)  # with trees, too, an error if none is left
+    kept = _kept_samples(lengths, options.max_length, samples)  # called with trees, too: it may raise a DataError
     if trees is not None:
         assert options.packing, "trees are packed"
         capacity = options.packing_length
         return pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
+
     kept_media = None if media_tokens is None else media_tokens[kept]
     packs = _pack_samples(lengths[kept], kept_media, options, seed, epoch)
-    packs = replace(packs, samples=kept[packs.samples])
+    packs = replace(packs, samples=kept[packs.samples])  # from indices into ``kept`` to positions in the cache
     if not options.packing and options.group_by_length:
         packs = group_by_length(packs, options.packs_per_step)
     if prefixes is None:
@@ -203,10 +211,15 @@ def pack_drawn(
     prefixes: DrawnPrefixes | None = None,
     min_packs: int = 0,
 ) -> PackPlan:
-    """Pack the samples that an epoch of a mixture draws; every epoch has as many packs as the first.
+    """Pack the samples that an epoch of a mixture draws, and order the packs so that each source is spread evenly.
 
-    ``prefixes`` are computed once where samples of a pack (or of a step, with ``samples_per_step``) share them. The
-    number of packs then depends on the epoch; it is at least ``min_packs``, or the number of samples if that is less.
+    Without shuffling, and with the algorithm ``sequential``, sources are not spread. Every epoch has as many packs as
+    the first.
+
+    Args:
+        prefixes: prefixes of all samples. Those that samples of one pack have in common (or samples of one step, with
+            ``samples_per_step``) are computed once. The number of packs then depends on the epoch.
+        min_packs: with ``prefixes``, split packs until there are as many, or until each has one sample.
     """
     keeps_order = options.packing and options.packing_algorithm == "sequential"
     spreads_sources = options.shuffle and not keeps_order
@@ -215,10 +228,12 @@ def pack_drawn(
         packs = share_drawn_prefixes(packs, prefixes, options, seed=seed, epoch=epoch)
         min_packs = min(min_packs, packs.num_samples)
         packs = split_to_count(packs, max(packs.num_packs, min_packs))
+
     if spreads_sources:
         sources = mixture.source_of(packs.samples)
         amounts = mixture.amounts(packs.samples)
-        packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
+        pack_order = order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch)
+        packs = select_packs(packs, pack_order)
     if not options.packing and options.group_by_length:
         packs = group_by_length(packs, options.packs_per_step)
     if prefixes is not None and options.samples_per_step is not None:
@@ -258,14 +273,21 @@ def assign_packs(
 ) -> EpochPlan:
     """Assign existing packs to steps and ranks, and compute the figures of the plan.
 
-    With ``samples_per_step``, steps take the samples in the order of ``packs``, and pack them anew. ``keeps_steps``: do
-    not move packs to other steps because of split ``trees``. ``num_packs`` is as for ``assign_balanced``.
+    With ``samples_per_step``, steps take the samples in the order of ``packs``, and pack them anew. With Skrull, each
+    sample of a step is computed by one device or shared by several.
+
+    Args:
+        target_tokens: labels that carry loss, by cache position, (N,).
+        trees: groups of samples with shared prefixes; packs of one tree are moved into one step, or apart.
+        keeps_steps: do not move packs to other steps because of ``trees``.
+        num_packs: plan no more steps than for this many packs.
     """
     tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
     if options.samples_per_step is not None:
         return _assign_samples_per_step(packs, target_tokens, options, media_tokens, towers)
     if options.skrull is not None:
         return _assign_by_skrull(packs, target_tokens, options, towers, tree_parts)
+
     costs = None if options.cost is None else pack_costs(packs, options.cost, target_tokens, towers)
     assignment = _assign_given_packs(packs, costs, options, tree_parts, num_packs)
     steps = StepPlan.of(packs, target_tokens, assignment, options.world_size)
@@ -288,13 +310,17 @@ def _assign_samples_per_step(
     media_tokens: IntArray | None,
     towers: TowerWork | None,
 ) -> EpochPlan:
-    """Give each step the next ``samples_per_step`` samples of ``packs``, and make one new pack of each micro-batch."""
+    """Give each step the next ``samples_per_step`` samples of ``packs``, and make one new pack of each micro-batch.
+
+    The new packs depend on the number of ranks; the order of the samples does not. Arguments as for ``assign_packs``.
+    """
     assert options.samples_per_step is not None
-    samples = split_into_samples(packs)
+    samples = split_into_samples(packs)  # packs of one sample each
     sample_costs = None if options.cost is None else pack_costs(samples, options.cost, target_tokens, towers)
     assignment_of_samples = assign_samples(samples, sample_costs, options, media_tokens)
     new_packs, assignment = _join_micro_batches(samples, assignment_of_samples)
     steps = StepPlan.of(new_packs, target_tokens, assignment, options.world_size)
+
     balance = None
     if options.cost is not None and sample_costs is not None:
         new_pack_costs = pack_costs(new_packs, options.cost, target_tokens, towers)
@@ -315,18 +341,23 @@ def _assign_by_skrull(
     towers: TowerWork | None,
     tree_parts: TreeParts | None,
 ) -> EpochPlan:
-    """Give each step the samples of its ``packs``, each computed by one device or sharded over several (Skrull)."""
+    """Give each step the samples of its ``packs``, and let Skrull place each sample.
+
+    Skrull lets one device compute a sample, or shards it over several devices. Arguments as for ``assign_packs``;
+    ``tree_parts`` only affect the figures of balance.
+    """
     assert options.skrull is not None
     assert options.cost is not None, "Skrull needs the costs of samples"
-    samples = split_into_samples(packs)
+    samples = split_into_samples(packs)  # packs of one sample each
     sample_costs = pack_costs(samples, options.cost, target_tokens, towers)
     assignment = assign_skrull(packs, sample_costs, options)
     placement = assignment.placement
     assert placement is not None
     steps = StepPlan.of(samples, target_tokens, assignment, options.world_size)
-    whole_pack_costs = pack_costs(packs, options.cost, target_tokens, towers)
+
+    full_pack_costs = pack_costs(packs, options.cost, target_tokens, towers)
     balance = BalanceFigures(
-        steps_before=_round_robin_imbalance(packs, target_tokens, whole_pack_costs, options, tree_parts),
+        steps_before=_round_robin_imbalance(packs, target_tokens, full_pack_costs, options, tree_parts),
         steps=imbalance(steps.rank_costs(sample_costs)),
         flops=float(sample_costs.sum()),
     )

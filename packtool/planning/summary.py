@@ -69,19 +69,24 @@ class SkrullFigures:
         flops: Costs,
         towers: TowerWork | None,
     ) -> SkrullFigures:
-        """Compute the figures of scheduled ``samples``, each a pack of its own: ``steps.order`` are their numbers.
+        """Compute the figures of samples that Skrull has assigned to devices.
 
-        ``placement``, in that order, and ``flops`` are as for ``device_costs``; ``towers`` are by cache position.
+        Args:
+            samples: packs of one sample each; ``steps.order`` are their numbers.
+            placement: device of each sample in ``steps.order``, or ``SHARDED``, (N,).
+            flops: of each sample, (N,), in the order of ``samples``.
+            towers: of all samples of the cache.
         """
         sample_towers = None if towers is None else towers.select(samples.samples)
         costs = device_costs(steps, placement, flops, options.sequence_parallel_size, sample_towers)
-        device_imbalance = imbalance(costs)
+        device_imbalance = imbalance(costs)  # of each step
         is_local = placement != SHARDED
         local_lengths = samples.lengths[steps.order[is_local]]
+        padded_lengths = computed_tokens(samples, steps, placement, options.alignment)
         return cls(
             options=options,
             num_micro_batches=int(np.count_nonzero(steps.micro_batch_sizes() > 0)),
-            num_padded_tokens=int(computed_tokens(samples, steps, placement, options.alignment).sum()),
+            num_padded_tokens=int(padded_lengths.sum()),
             num_local_tokens=int(local_lengths.sum(dtype=np.int64)),
             mean_imbalance=float(device_imbalance.mean()),
             worst_imbalance=float(device_imbalance.max()),
@@ -190,22 +195,27 @@ def device_costs(
 ) -> Costs:
     """Sum the FLOPs of each device in each step, (steps, devices); a rank has ``sequence_parallel_size`` devices.
 
-    ``steps`` assigns N single samples to ranks. ``placement``, (N,), in the order of ``steps.order``, is the device of
-    the rank that computes a sample, or ``SHARDED`` for all of its devices. ``flops``, (N,), are of each sample and
-    include ``towers``, of which one device computes all of an image.
+    Args:
+        steps: assigns N samples to ranks, as packs of one sample each.
+        placement: for each sample in ``steps.order``, the device of its rank that computes it, or ``SHARDED`` if all
+            of them share it, (N,).
+        flops: of each sample, (N,), ``towers`` included.
+        towers: work for images and sounds, of which one device computes all of an image.
     """
-    # By rank-step (one rank in one step) and device.
+    # One row for each rank-step (one rank in one step).
     costs = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
-    rank_steps = steps.rank_step_of_micro_batch[steps.micro_batch_of]  # (N,), in the order of ``steps.order``
+    rank_steps = steps.rank_step_of_micro_batch[steps.micro_batch_of]  # of each sample in ``steps.order``, (N,)
     is_sharded = placement == SHARDED
     is_local = ~is_sharded
     np.add.at(costs, (rank_steps[is_local], placement[is_local]), flops[steps.order[is_local]])
+
     evenly_shared = flops if towers is None else flops - towers.flops
     shared_costs = np.zeros(len(costs))
     np.add.at(shared_costs, rank_steps[is_sharded], evenly_shared[steps.order[is_sharded]])
     costs += shared_costs[:, None] / sequence_parallel_size
     if towers is not None:
         costs += shared_tower_costs(steps, placement, towers, sequence_parallel_size)
+
     num_devices = steps.world_size * sequence_parallel_size  # those of a rank are adjacent
     return costs.reshape(steps.num_steps, num_devices)
 
@@ -228,10 +238,16 @@ def summarize(
     balance: BalanceFigures | None,
     skrull: SkrullFigures | None = None,
 ) -> PlanSummary:
-    """Compute the figures of a plan; of ``num_cached`` samples, those that it lacks count as filtered."""
+    """Compute the figures of an epoch's plan.
+
+    Args:
+        packs: with at least one sample; ``packs.samples`` are positions in the cache.
+        num_cached: samples of the cache; those that are in no pack count as filtered.
+        fill: share of tokens that are not padding, 0 to 1.
+    """
     is_planned = np.zeros(num_cached, np.bool_)
     is_planned[packs.samples] = True
-    num_distinct = int(np.count_nonzero(is_planned))
+    num_distinct = int(np.count_nonzero(is_planned))  # a sample may occur several times
     # The work of attention within samples, and of attention over all tokens of a pack.
     sample_squares = float(packs.sum_squares_per_pack().sum())
     pack_squares = float(np.square(packs.tokens_per_pack().astype(np.float64)).sum())

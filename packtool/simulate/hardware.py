@@ -49,19 +49,32 @@ class Hardware:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], origin: str) -> Hardware:
-        """Check and convert fields from a file; fields with a default may be missing. Errors name the ``origin``."""
-        declared = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = [name for name in fields if name not in declared]
-        problems = [f"{origin}: unknown field {name!r}{did_you_mean(name, declared)}" for name in unknown]
+        """Check and convert fields from a file; raise a ConfigError that lists all problems.
+
+        Fields with a default may be missing, and so may the name.
+
+        Args:
+            origin: option and file, such as ``--hardware my.yaml``; begins each error, and is the default name.
+        """
+        declared_fields = {field.name: field for field in dataclasses.fields(cls)}
+        problems = []
+        for name in fields:
+            if name not in declared_fields:
+                problems.append(f"{origin}: unknown field {name!r}{did_you_mean(name, declared_fields)}")
+
         values: dict[str, Any] = {"name": str(fields.get("name", origin))}
-        for name, field in list(declared.items())[1:]:  # without the name
+        del declared_fields["name"]
+        for name, field in declared_fields.items():
             if name not in fields:
                 if field.default is dataclasses.MISSING:
                     problems.append(f"{origin}: {name} is missing")
-            elif problem := _field_problem(name, fields[name]):
+                continue
+            problem = _field_problem(name, fields[name])
+            if problem is not None:
                 problems.append(f"{origin}: {problem}")
             else:
-                values[name] = int(fields[name]) if name == "gpus_per_node" else float(fields[name])
+                convert = int if name == "gpus_per_node" else float
+                values[name] = convert(fields[name])
         if problems:
             raise ConfigError.from_problems(problems)
         return cls(**values)

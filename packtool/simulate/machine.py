@@ -277,7 +277,10 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory of each row; ``targets``: number of labels of each sequence, (K,)."""
+        """Compute times and memory of a schedule: of each row, which is one device's part of a micro-batch.
+
+        ``targets``: number of labels of each sequence of the schedule, (K,).
+        """
         if self.recompute == "auto":
             return self._time_with_necessary_layers(schedule, targets)
         row_tokens = schedule.sum_by_row(schedule.tokens)
@@ -285,15 +288,17 @@ class Machine:
         # While a device computes, the CPU launches kernels, and ZeRO-3 gathers weights.
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         seconds = np.maximum(local + sharded + exposed, min_seconds)
+        has_tokens = row_tokens > 0
+        recomputed_share = 1.0 if self.recompute else 0.0
         return Timing(
             schedule=schedule,
             local=local,
             sharded=sharded,
             exposed=exposed,
-            row_seconds=np.where(row_tokens > 0, seconds, 0.0),
+            row_seconds=np.where(has_tokens, seconds, 0.0),
             memory=self._row_bytes(schedule, row_tokens),
             tokens=row_tokens,
-            recomputed=np.full(len(row_tokens), 1.0 if self.recompute else 0.0),
+            recomputed=np.full(len(row_tokens), recomputed_share),
             synchronisation=self.synchronisation_seconds,
             is_lock_step=self.zero_stage == 3,  # all devices gather each layer's weights together
         )
@@ -306,22 +311,27 @@ class Machine:
         return self.state_bytes + activation_bytes + np.where(is_shared, gathered_bytes, 0.0)
 
     def _computing_seconds(self, schedule: SimulatedSchedule, targets: Int64Array) -> tuple[Seconds, Seconds, Seconds]:
-        """Compute the seconds (R,) of local sequences, of sharded ones, and of exchanges that attention does not hide.
+        """Estimate the seconds that each row computes and communicates; a row is one device's part of a micro-batch.
 
-        Each is of a row: one device's part of a micro-batch.
+        A local sequence is computed by one device, a sharded one by all devices of its micro-batch.
+
+        Returns:
+            For each row, (R,): the seconds of its local sequences, those of its part of sharded ones, and those of
+            exchanges between devices that attention does not hide.
         """
         tokens = schedule.tokens
-        sliding_windows = self._sliding_window_seconds(tokens)
+        window_seconds = self._sliding_window_seconds(tokens)  # of each sequence, on one device
         linear_per_token = self._linear_seconds_per_token(schedule, targets)
         local_linear = linear_per_token * schedule.sum_local(tokens)
         local_attention = schedule.sum_local(self.attention_seconds(tokens, 1))
-        local = local_linear + local_attention + schedule.sum_local(sliding_windows)
+        local = local_linear + local_attention + schedule.sum_local(window_seconds)
+
         # ``attention_seconds`` are of one device; the other work on sharded sequences is divided by the devices here.
         num_devices = schedule.row_num_devices
         sharded_tokens = schedule.sum_sharded(tokens)
         sharded_linear = linear_per_token * sharded_tokens / num_devices
         sharded_attention = schedule.sum_sharded(self.attention_seconds(tokens, schedule.sequence_num_devices))
-        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(sliding_windows) / num_devices
+        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / num_devices
         exposed_exchanges = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
         return local, sharded, exposed_exchanges
 

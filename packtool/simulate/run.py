@@ -162,13 +162,17 @@ class Outcome:
         }
 
     def _device_figures(self) -> dict[str, Any]:
-        """Return what the GPUs do with their time and memory."""
+        """Return how evenly the GPUs are used, and their communication, padding and memory, by names in JSON.
+
+        A balance is the work of the busiest GPU of a step divided by the mean, 1 or more. Shares are from 0 to 1.
+        """
         timing = self.timing
-        imbalances = imbalance(timing.busy_seconds)  # of the steps
+        step_imbalances = imbalance(timing.busy_seconds)  # (steps,)
         num_tokens_with_padding = int(timing.schedule.tokens.sum())
+        out_of_memory_steps = int(self.out_of_memory.sum())
         return {
-            "balance": float(imbalances.mean()),
-            "worst_balance": float(imbalances.max()),
+            "balance": float(step_imbalances.mean()),
+            "worst_balance": float(step_imbalances.max()),
             "communication_share": float(timing.communication_seconds.sum() / timing.step_seconds.sum()),
             "shares": timing.shares,
             "local_share": self.local_share,
@@ -178,7 +182,7 @@ class Outcome:
             "recomputed_layers": self.recomputed_layers,
             # A device's equal share of a sharded sequence may be a fraction of a token.
             "most_tokens_on_a_device": int(np.ceil(timing.tokens.max())),
-            "out_of_memory_steps": int(self.out_of_memory.sum()),
+            "out_of_memory_steps": out_of_memory_steps,
         }
 
 
@@ -286,14 +290,19 @@ class Simulation:
 
 
 def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
-    """Read lengths, model and hardware, and plan and time every strategy."""
+    """Simulate training with each of ``config.strategies`` on imagined hardware, and return times and memory.
+
+    Lengths of samples come from caches, a file, or a distribution; the model and the hardware from a preset or a file.
+    Samples longer than ``--max-length``, or than any strategy could train, are left out.
+    """
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
     model, sizes = _model_of(config.model, reader)
     _check_heads(config, sizes)
-    hardware, recompute = read_hardware(config.hardware), config.gradient_checkpointing
-    machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=recompute)
+    hardware = read_hardware(config.hardware)
+    machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=config.gradient_checkpointing)
     options = _options(config, machine, model)
     lengths, targets, source = _lengths_and_targets(config, options, reader)
+
     begin = time.perf_counter()
     num_samples = len(lengths)
     if config.max_length:
@@ -394,21 +403,28 @@ def _model_of(requested: str | None, reader: CacheReader | None) -> tuple[str, M
 
 
 def _read_sizes(model: str) -> ModelSizes:
-    """Read the sizes of a model, which is the name of a preset or a directory with a ``config.json``."""
-    config: Any = MODEL_PRESETS.get(model)
-    if config is None:
-        path = storage.join(model, "config.json")
-        if not storage.exists(path):
-            problem = f"--model {model}: no config.json in this directory."
-            raise ConfigError(problem, f"Give a directory with one, or {', '.join(MODEL_PRESETS)}.")
-        with storage.open_read(path) as file:
-            try:
-                config = load_json(file.read())
-            except ValueError as error:
-                raise ConfigError(f"--model {model}: its config.json is not valid JSON: {error}") from error
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"--model {model}: its config.json is a {type(config).__name__}, not an object")
+    """Return the layers and widths of a model; a ConfigError if they cannot be read.
+
+    ``model``: name of a preset, such as "8b", or a directory with a ``config.json``.
+    """
+    config = MODEL_PRESETS[model] if model in MODEL_PRESETS else _read_model_config(model)
     try:
         return ModelSizes.of_config(config)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--model {model}: its config.json lacks the sizes of the model: {error}") from error
+
+
+def _read_model_config(directory: str) -> Mapping[str, Any]:
+    """Parse ``config.json`` in a directory of a model."""
+    path = storage.join(directory, "config.json")
+    if not storage.exists(path):
+        problem = f"--model {directory}: no config.json in this directory."
+        raise ConfigError(problem, f"Give a directory with one, or {', '.join(MODEL_PRESETS)}.")
+    with storage.open_read(path) as file:
+        try:
+            config = load_json(file.read())
+        except ValueError as error:
+            raise ConfigError(f"--model {directory}: its config.json is not valid JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"--model {directory}: its config.json is a {type(config).__name__}, not an object")
+    return config

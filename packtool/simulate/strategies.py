@@ -46,16 +46,18 @@ def place_in_groups(
 
     As in Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
     arXiv 2502.21231). A group of level l has 2^l neighboring devices. A sequence gets the smallest group that holds it
-    and finishes it within a time limit; yields the placement for each of several limits.
+    and finishes it within a time limit. Yields the placement for each of several time limits.
 
-    ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
+    Args:
+        lengths: tokens of each sequence, (n,).
+        targets: how many of these have a label, (n,).
+        bucket_size: tokens that a device holds.
     """
-    sizes = _group_sizes(machine.world_size)  # by level
+    sizes = _group_sizes(machine.world_size)  # devices of a group, by level
     tokens, seconds = _tokens_and_seconds(lengths, targets, sizes, machine)  # (levels, n) each
     group_capacities = bucket_size * np.array(sizes)
     has_space = tokens <= group_capacities[:, None]
-    largest_level = len(sizes) - 1
-    min_levels = _lowest_level(has_space, default=largest_level)
+    min_levels = _lowest_level(has_space, default=len(sizes) - 1)  # of each sequence, (n,)
     fastest_levels = seconds.argmin(axis=0)  # for those that no group finishes in time
     mean_device_seconds = seconds[0].sum() / machine.world_size  # without sharing
     previous_levels = None
@@ -115,18 +117,22 @@ def _place_on_levels(
     bucket_size: int,
     world_size: int,
 ) -> list[PlacedBatch]:
-    """Place each sequence on a group of its level, (n,), the largest groups first.
+    """Place sequences on groups of devices, the largest groups first.
 
-    ``seconds`` and ``tokens``: see ``_tokens_and_seconds``. A device holds ``bucket_size`` tokens.
+    Args:
+        levels: of the group that each sequence gets, (n,): a group of level l has ``sizes[l]`` devices.
+        seconds, tokens: of each sequence on a group of each level, (levels, n).
+        bucket_size: tokens that a device holds.
     """
-    device_seconds = np.zeros(world_size)
+    device_seconds = np.zeros(world_size)  # until each device is free
     batches: list[PlacedBatch] = []
     for level in reversed(range(len(sizes))):
-        size = sizes[level]
+        group_size = sizes[level]
         samples = np.flatnonzero(levels == level)
-        for group, group_samples in enumerate(_assign_to_groups(samples, seconds[level], size, device_seconds)):
-            for batch in _divide_to_fit(group_samples, tokens[level], bucket_size * size):
-                batches.append(PlacedBatch(first_device=group * size, num_devices=size, samples=batch))
+        samples_of_groups = _assign_to_groups(samples, seconds[level], group_size, device_seconds)
+        for group, group_samples in enumerate(samples_of_groups):
+            for batch in _divide_to_fit(group_samples, tokens[level], bucket_size * group_size):
+                batches.append(PlacedBatch(first_device=group * group_size, num_devices=group_size, samples=batch))
     return batches
 
 
@@ -242,9 +248,12 @@ def alignment_of(num_ranks: int) -> int:
 
 
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Schedule shuffled sequences, of at most ``options.longest_trainable`` tokens each, by a strategy.
+    """Schedule sequences on devices by a strategy, such as "packed": which devices compute which sequences when.
 
     The schedule has at most ``options.num_steps`` steps: the first full ones, or one partial step if none is full.
+
+    Args:
+        sequences: in random order, of at most ``options.longest_trainable`` tokens each.
     """
     per_step = options.sequences_per_step
     num_steps = min(max(len(sequences) // per_step, 1), options.num_steps)
@@ -252,15 +261,16 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     order = np.arange(len(sequences))
     if name == "sorted":
         order = _order_by_length(sequences, options)
+
     # Devices that share sequences form a group; without sharing, each device is a group.
     num_groups = options.machine.world_size if name in _UNSHARED else options.num_groups
     place_step = _STRATEGIES[name]
     batches: list[PlacedBatch] = []
     for step in range(num_steps):
-        numbers = order[step * per_step : (step + 1) * per_step]
-        for batch in place_step(sequences[numbers], options, num_groups):
-            numbers_in_schedule = numbers[batch.samples]
-            batches.append(batch._replace(step=step, samples=numbers_in_schedule))
+        step_samples = order[step * per_step : (step + 1) * per_step]
+        for batch in place_step(sequences[step_samples], options, num_groups):
+            samples = step_samples[batch.samples]  # from numbers in the step to numbers in ``sequences``
+            batches.append(batch._replace(step=step, samples=samples))
     return schedule_of(batches, sequences, options, is_padded=name in _PADDED)
 
 
@@ -297,23 +307,27 @@ def _equal_tokens(sequences: Sequences, options: SimulateOptions, num_groups: in
 def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     """Yield packs of a step's sequences of about equal work, attention included; each group gets equally many packs.
 
-    As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), but no sequence moves to a later step.
+    As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), but no sequence moves to a later step. The devices of a group
+    share each of its packs.
     """
     machine = options.machine
-    group_size = machine.world_size // num_groups  # devices, which share each pack of the group
+    group_size = machine.world_size // num_groups  # devices
     max_pack_tokens = options.packing_length * group_size
     tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(group_size))
-    work, _ = _work(tokens, sequences.targets, group_size, machine)
+    work, _ = _work(tokens, sequences.targets, group_size, machine)  # FLOPs of each sequence
     capped_tokens = np.minimum(tokens, max_pack_tokens).tolist()  # a longer sequence gets a pack of its own
+
     # Use the fewest packs per group in which all sequences fit.
     packs: list[list[int]] | None = None
     packs_per_group = math.ceil(sum(capped_tokens) / (max_pack_tokens * num_groups))
     while packs is None:
         packs = divide_evenly(capped_tokens, work.tolist(), packs_per_group * num_groups, max_pack_tokens)
         packs_per_group += 1
+
     for number, pack in enumerate(packs):
         group = number % num_groups
-        yield PlacedBatch(group * group_size, group_size, samples=np.array(sorted(pack), np.int64))
+        samples = np.array(sorted(pack), np.int64)
+        yield PlacedBatch(first_device=group * group_size, num_devices=group_size, samples=samples)
 
 
 def _skrull(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
@@ -336,12 +350,19 @@ def _dynamic_cp(sequences: Sequences, options: SimulateOptions, num_groups: int)
 def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Join micro-batches, ordered by step; ``is_padded``: pad sequences to the longest one of their micro-batch."""
+    """Join micro-batches to a schedule, without those that have no sequences.
+
+    Args:
+        batches: ordered by step, at least one of them with sequences; ``samples`` are numbers in ``sequences``.
+        is_padded: pad sequences to the longest one of their micro-batch.
+    """
     nonempty = [batch for batch in batches if len(batch.samples)]
-    # Of C micro-batches:
-    batch_columns = [(len(batch.samples), batch.num_devices, batch.step, batch.first_device) for batch in nonempty]
-    num_sequences, num_devices, steps, first_devices = np.array(batch_columns, np.int64).T
-    # Of K sequences:
+    # Arrays of the C micro-batches:
+    num_sequences = np.array([len(batch.samples) for batch in nonempty], np.int64)
+    num_devices = np.array([batch.num_devices for batch in nonempty], np.int64)
+    steps = np.array([batch.step for batch in nonempty], np.int64)
+    first_devices = np.array([batch.first_device for batch in nonempty], np.int64)
+    # Arrays of the K sequences, micro-batch by micro-batch:
     samples = np.concatenate([batch.samples for batch in nonempty]).astype(np.int64)
     placement = np.concatenate([_placement_of(batch) for batch in nonempty])
     micro_batch_of = np.repeat(np.arange(len(nonempty)), num_sequences)
