@@ -457,8 +457,8 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
         for number, (samples, left_out) in enumerate(hygiene.shard_samples(directory, manifest, split))
     ]
     # Older caches have fewer columns.
-    old_index = pa.schema([field for field in INDEX if field.name not in ADDED_COLUMNS])
-    for schema in (INDEX, old_index):
+    for missing in ((), ADDED_COLUMNS[-1:], ADDED_COLUMNS):
+        schema = pa.schema([field for field in INDEX if field.name not in missing])
         data = arrow_bytes([batch.select(schema.names) for batch in batches], schema)
         if info.index_sha256 in ("", hashlib.sha256(data).hexdigest()):
             storage.publish(storage.join(directory, split, INDEX_NAME), data)

@@ -193,10 +193,11 @@ _FRAME_TOKENS = 256
 
 
 def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[str, Column]:
-    """Return the columns of an index, (N,) each, with estimates for the two columns that older caches lack.
+    """Return the columns of an index, (N,) each, with estimates for the columns that older caches lack.
 
-    ``audio_tokens`` and ``patch_squares``, the sum of (patches)^2 over images and video frames, are estimated where
-    they are ``UNKNOWN``. All media of a sample are assumed to have the same number of tokens, and frames 256 tokens.
+    ``audio_tokens``, ``patch_squares``, the sum of (patches)^2 over images and video frames, and ``num_patches`` are
+    estimated where they are ``UNKNOWN``. All media of a sample are assumed to have the same number of tokens, and
+    frames 256 tokens.
 
     Args:
         limits: media limits of the cache, which give the number of patches per token.
@@ -209,6 +210,10 @@ def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[s
     if is_unknown.any():
         estimate = _estimate_patch_squares(columns, limits)
         columns["patch_squares"] = np.where(is_unknown, estimate, columns["patch_squares"])
+    is_unknown = columns["num_patches"] == UNKNOWN
+    if is_unknown.any():  # patches of a video are underestimated
+        estimate = np.sqrt(columns["patch_squares"] * np.maximum(columns["num_images"], 1.0)).astype(np.int32)
+        columns["num_patches"] = np.where(is_unknown, estimate, columns["num_patches"])
     return columns
 
 

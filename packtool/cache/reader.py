@@ -47,6 +47,7 @@ class SplitIndex:
         audio_tokens: those of its placeholder tokens that represent sounds.
         patch_squares: int64, sum over the frames of its media of (patches of the frame)^2, to which the cost of
             attention in a vision tower is proportional.
+        num_patches: patches of its media in a vision tower, with padding and with those that have no tokens.
         num_images, num_videos, num_audios: its media by kind.
         channel: position of its channel in ``channels``; -1 for none.
     """
@@ -56,6 +57,7 @@ class SplitIndex:
     media_tokens: IntArray
     audio_tokens: IntArray
     patch_squares: npt.NDArray[np.int64]
+    num_patches: IntArray
     num_images: IntArray
     num_videos: IntArray
     num_audios: IntArray
@@ -69,8 +71,8 @@ class SplitIndex:
 
     @property
     def picture_squares(self) -> npt.NDArray[np.float64]:
-        """Mean ``patch_squares`` of the pictures of each sample, (N,); not with videos that have squares."""
-        return self.patch_squares / np.maximum(self.num_images, 1)
+        """(Patches of a picture or frame)^2 of each sample, (N,); the mean over its patches if these differ."""
+        return np.square(self.patch_squares / np.maximum(self.num_patches, 1))
 
 
 def _join_indexes(indexes: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:

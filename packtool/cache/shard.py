@@ -85,17 +85,18 @@ INDEX = pa.schema(
         ("channel", pa.int32()),
         ("audio_tokens", pa.int32()),
         ("patch_squares", pa.int64()),
+        ("num_patches", pa.int32()),
     ]
 )
 """The columns of an index, which has a row for each sample; ``channel`` is a position in the manifest's list, or -1.
 
-Older caches lack the last two, from which the cost of vision and audio towers is estimated: placeholder tokens of
-sounds, and the sum over frames of (patches of the frame)^2.
+Older caches lack the last column or the last three, from which the cost of vision and audio towers is estimated:
+placeholder tokens of sounds, and the sums over frames of (patches of the frame)^2 and of patches.
 """
 
 UNKNOWN = -1
 """Value in the columns ``ADDED_COLUMNS`` for a cache that lacks them."""
-ADDED_COLUMNS = ("audio_tokens", "patch_squares")
+ADDED_COLUMNS = ("audio_tokens", "patch_squares", "num_patches")
 
 
 PREFIX = pa.struct(
@@ -270,6 +271,7 @@ def index_columns(
         "channel": _number_channels(samples, channel_codes),
         "audio_tokens": np.array([sample.num_audio_tokens for sample in samples], np.int32),
         "patch_squares": np.array([sample.patch_squares for sample in samples], np.int64),
+        "num_patches": np.array([sample.num_patches for sample in samples], np.int32),
     }
 
 

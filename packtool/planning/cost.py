@@ -41,6 +41,7 @@ from packtool.planning.module_cost import ModuleCost
 from packtool.planning.pack_plan import Costs, Int64Array, IntArray
 
 _ATTENTION_BACKWARD = 2.5
+_FRAME_MERGE = 4  # patches of a frame that VideoLLaMA 3 merges to a token
 ALL_WEIGHTS = LearningOptions(train_type="full", freeze_vit=False, freeze_aligner=False)
 """Options that train every weight."""
 
@@ -73,7 +74,9 @@ class CostModel:
         per_window: of a unit of ``window_squares``.
         window: size of attention windows in tokens.
         squares_per_token: estimate of the squares per vision token, for media without them.
-        padded_merge: patches of a vision token, if the tower pads all pictures to equally many patches; otherwise 0.
+        padded_merge: patches of a vision token, if the tower also computes patches without tokens: padding of pictures
+            and frames (Gemma 4), or parts of videos that the processor leaves out (VideoLLaMA 3). Otherwise 0.
+        merger_share: fraction of ``per_vision_token`` in the mergers, if ``ModelLayers.merges_frames``; otherwise 0.
         in_chunks: windows are consecutive chunks of ``window`` tokens, and do not slide.
     """
 
@@ -89,6 +92,7 @@ class CostModel:
     in_chunks: bool = False
     squares_per_token: float = 0.0
     padded_merge: int = 0
+    merger_share: float = 0.0
 
     def __call__(
         self,
@@ -125,15 +129,17 @@ class CostModel:
     def padded_tokens(
         self, vision_tokens: npt.NDArray[Any], patch_squares: npt.NDArray[Any], picture_squares: npt.NDArray[Any]
     ) -> npt.NDArray[Any]:
-        """Return the vision tokens of samples, of any shape, as if the padding of their pictures made tokens, too.
+        """Return the vision tokens of samples, of any shape, as if all patches that the tower computes made tokens.
 
-        Squares include padding: n pictures, each of P patches, have ``picture_squares`` of P^2, and ``patch_squares``
-        of n P^2.
+        n pictures, each of P patches with padding, have ``picture_squares`` of P^2, and ``patch_squares`` of n P^2.
+        Mergers compute a token for each 2 x 2 patches of a frame, and one for each patch of a picture.
         """
         if not self.padded_merge:
             return vision_tokens
         num_patches = patch_squares / np.sqrt(np.maximum(picture_squares, 1))
-        return np.maximum(vision_tokens, num_patches / self.padded_merge)
+        tokens = np.maximum(vision_tokens, num_patches / self.padded_merge)
+        num_merged = np.maximum(vision_tokens, num_patches / _FRAME_MERGE)
+        return tokens - (tokens - num_merged) * self.merger_share
 
     def towers(
         self,
@@ -191,6 +197,7 @@ class CostModel:
         head_layer = dataclasses.replace(layers.head, layer=0)  # only layers can be recomputed
         head = flops([head_layer], has_input_gradient=language.has_output_gradient, recomputes=recomputes_head)
         per_vision_token, per_patch_square = _vision_flops(vision, mergers, layers.tile_squares)
+        merger_flops = sum(merger.per_unit for merger in mergers)
         return cls(
             per_token=language.per_unit,
             per_square=language.per_square,
@@ -204,6 +211,7 @@ class CostModel:
             in_chunks=layers.in_chunks,
             squares_per_token=layers.squares_per_token,
             padded_merge=layers.padded_merge,
+            merger_share=merger_flops / per_vision_token if layers.merges_frames else 0.0,
         )
 
 

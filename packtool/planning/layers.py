@@ -67,6 +67,7 @@ class ModelLayers:
         tile_squares: (patches of a tile)^2 if tiles are the unit of ``vision`` and ``mergers``; otherwise 0.
         squares_per_token: estimate of (patches)^2 per token for media without them; 0 if all media have them.
         padded_merge: as in ``CostModel``.
+        merges_frames: squares of 2 x 2 patches of frames are merged before the mergers (VideoLLaMA 3).
         mergers: for the same tokens, from outputs of the tower to the text's width; one reads the last layer, others
             earlier layers.
         audio, audio_aligner: for each token of sounds; ``--freeze-aligner`` freezes the second.
@@ -83,6 +84,7 @@ class ModelLayers:
     tile_squares: int = 0
     squares_per_token: float = 0.0
     padded_merge: int = 0
+    merges_frames: bool = False
     audio: tuple[ModuleCost, ...] = ()
     audio_aligner: tuple[ModuleCost, ...] = ()
 
@@ -106,6 +108,7 @@ class ModelLayers:
             tile_squares=patches.tile_squares,
             squares_per_token=patches.squares_per_token,
             padded_merge=patches.padded_merge,
+            merges_frames=patches.merges_frames,
             audio=tuple(module for module in audio if module.part != "aligner"),
             audio_aligner=tuple(module for module in audio if module.part == "aligner"),
         )

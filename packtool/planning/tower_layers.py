@@ -96,7 +96,7 @@ def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
         if layer == merge_layer:
             yield from _early_merger_modules(module, hidden, names.mlp_width, patches.num_positions)
             share = 1 / 4  # 2 x 2 positions are merged
-    if patches.padded_merge:  # the tower ends with a product that averages the patches of each token
+    if _pads_pictures(config):  # the tower ends with a product that averages the patches of each token
         yield module("pooler", kind="attention", flops_per_square=2 * hidden / patches.padded_merge)
 
 
@@ -256,7 +256,7 @@ class VisionPatches(NamedTuple):
         num_tokens: output tokens of the unit.
         positions_per_window: positions of a window of attention; a tile is one window.
         full_layers: layers with attention to full frames; the others attend to windows.
-        tile_squares, squares_per_token, padded_merge: as in ``ModelLayers``.
+        tile_squares, squares_per_token, padded_merge, merges_frames: as in ``ModelLayers``.
         features_per_square: features that text attends to by cross-attention, divided by (patches of a tile)^2.
     """
 
@@ -268,6 +268,7 @@ class VisionPatches(NamedTuple):
     tile_squares: int = 0
     squares_per_token: float = 0.0
     padded_merge: int = 0
+    merges_frames: bool = False
     features_per_square: float = 0.0
 
     def attention_flops(self, layer: int, hidden: int, share: float) -> dict[str, float]:
@@ -276,6 +277,11 @@ class VisionPatches(NamedTuple):
         if layer in self.full_layers:
             return {"flops_per_square": pair_flops * share**2}
         return {"flops_per_unit": pair_flops * (float(self.num_positions) * share * self.positions_per_window)}
+
+
+def _pads_pictures(config: Mapping[str, Any]) -> bool:
+    """Return whether pictures are padded to equally many patches, of which those of a token are averaged (Gemma 4)."""
+    return "image_position_ids" in family_of(config).processor_inputs
 
 
 def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
@@ -290,9 +296,11 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     has_grids |= bool(family.visual_inputs or vision.get("spatial_merge_size"))
     if has_grids or vision.get("model_type") == _PIXTRAL:
         patches = _patches_of_tokens(vision, _merge_side(config), is_legacy=bool(family.processor_inputs))
-        if "image_position_ids" not in family.processor_inputs:
-            return patches
         merge = patches.num_patches
+        if "image_merge_sizes" in family.processor_inputs:
+            return patches._replace(padded_merge=merge, merges_frames=True)
+        if not _pads_pictures(config):
+            return patches
         return patches._replace(squares_per_token=float(_PADDED_FRAME_TOKENS * merge**2), padded_merge=merge)
     num_tokens = int(config.get("mm_tokens_per_image") or 0)
     if not family.processor_inputs:

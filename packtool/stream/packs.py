@@ -86,7 +86,7 @@ class SampleAmounts(NamedTuple):
         media_tokens: placeholder tokens of all media.
         audio_tokens: placeholder tokens of audio.
         patch_squares: sum over frames of the squared number of patches, the cost of the vision tower's attention.
-        picture_squares: mean ``patch_squares`` of the pictures of the complete sample, if it has no videos.
+        picture_squares: (patches of a picture or frame)^2 of the complete sample, as in ``SplitIndex``.
     """
 
     shared_tokens: Int64Array
@@ -105,7 +105,7 @@ class SampleAmounts(NamedTuple):
             media_tokens=np.array([sample.num_media_tokens for sample in samples], np.int64),
             audio_tokens=np.array([sample.num_audio_tokens for sample in samples], np.int64),
             patch_squares=np.array([sample.patch_squares for sample in samples], np.int64),
-            picture_squares=np.array([s.patch_squares // max(len(s.images), 1) for s in samples], np.int64),
+            picture_squares=np.array([(s.patch_squares / max(s.num_patches, 1)) ** 2 for s in samples], np.int64),
         )
         return unshared if sharing is None else unshared._without_shared(sharing)
 

@@ -25,15 +25,15 @@ Export = Callable[..., ExportSummary]
 OLDER = pa.schema([field for field in INDEX if field.name not in ADDED_COLUMNS])
 
 
-def _make_older(cache: Path) -> None:
-    """The cache as a packtool without these columns would have written it."""
+def _make_older(cache: Path, older: pa.Schema = OLDER) -> None:
+    """The cache as a packtool without the added columns, or with this schema of an index, would have written it."""
     path = cache / "packtool.json"
     document = json.loads(path.read_text())
     for split, info in document["splits"].items():
         index = cache / split / "index.arrow"
         with pa.ipc.open_file(pa.BufferReader(index.read_bytes())) as file:
-            batches = [file.get_batch(i).select(OLDER.names) for i in range(file.num_record_batches)]
-        with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, OLDER) as writer:
+            batches = [file.get_batch(i).select(older.names) for i in range(file.num_record_batches)]
+        with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, older) as writer:
             for batch in batches:
                 writer.write_batch(batch)
         info["index_sha256"] = hashlib.sha256(index.read_bytes()).hexdigest()
@@ -48,6 +48,7 @@ def test_the_index_has_the_cost_of_vision_and_audio_towers(run_export: Export, t
     assert reader.index.patch_squares.dtype == np.int64
     image_samples = [sample for sample in samples if sample.images]
     assert image_samples
+    assert reader.index.num_patches.tolist() == [4 * sample.num_media_tokens for sample in samples]
     assert all(sample.patch_squares == (4 * sample.num_media_tokens) ** 2 > 0 for sample in image_samples)
     assert not reader.index.audio_tokens.any()
     assert reader.index.vision_tokens.tolist() == reader.index.media_tokens.tolist()
@@ -64,6 +65,7 @@ def test_patch_squares_count_frames_and_audio_tracks() -> None:
         no_tokens, no_tokens, no_tokens, (image, plain), None, "s", 0, videos=(video,), audios=(sound,)
     )
     assert sample.patch_squares == 24**2 + 3 * 8**2
+    assert sample.num_patches == 24 + 3 * 8
     assert (sample.num_media_tokens, sample.num_audio_tokens) == (6 + 5 + 6 + 7 + 3, 10)
 
 
@@ -75,14 +77,16 @@ def test_older_and_new_caches_are_joined(run_export: Export, tmp_path: Path) -> 
     assert old.fingerprint == new.fingerprint
     # A picture a sample: what is guessed is what is true.
     assert old.index.patch_squares.tolist() == new.index.patch_squares.tolist()
+    assert old.index.num_patches.tolist() == new.index.num_patches.tolist()
     both = CacheReader.open([str(tmp_path / "old"), str(tmp_path / "new")]).index
     assert both.patch_squares.tolist() == 2 * new.index.patch_squares.tolist()
     run_export("old")  # is finished already
 
 
-def test_repaired_older_index_is_identical(run_export: Export, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_missing", [1, len(ADDED_COLUMNS)])
+def test_repaired_older_index_is_identical(num_missing: int, run_export: Export, tmp_path: Path) -> None:
     run_export()
-    _make_older(tmp_path / "cache")
+    _make_older(tmp_path / "cache", pa.schema(list(INDEX)[:-num_missing]))
     expected_files = tree(tmp_path / "cache")
     (tmp_path / "cache" / "train" / "index.arrow").unlink()
     run_export(repair=True)
@@ -121,11 +125,13 @@ def test_unknown_columns_are_estimated_from_counts() -> None:
         "num_audios": np.array([0, 0, 0, 3, 2, 0], np.int32),
         "audio_tokens": np.array([-1, -1, -1, -1, -1, 0], np.int32),
         "patch_squares": np.array([-1, -1, -1, -1, -1, 5]),
+        "num_patches": np.array([-1, -1, 2048, -1, -1, 7], np.int32),
     }
     estimates = with_estimates(columns, limits)
     assert estimates["audio_tokens"].tolist() == [0, 0, 0, 60, 60, 0]
     frames = 1024 / 256
     assert estimates["patch_squares"].tolist() == [0, 2 * 200**2, frames * 1024**2, 0, 120**2, 5]
+    assert estimates["num_patches"].tolist() == [0, 2 * 200, 2048, 0, 120, 7]
     assert estimates["audio_tokens"].dtype == np.int32
     without = with_estimates(columns, MediaLimits())
     assert without["patch_squares"].tolist() == [0, 0, 0, 0, 0, 5]

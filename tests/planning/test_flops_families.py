@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from packtool.attention.register import set_attention
 from packtool.batch.collate import collate_packs
+from packtool.batch.media import _padded_patches, load_media
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.data import EncodeSpec, MediaOptions
 from packtool.config.model import LearningOptions
-from packtool.encode.encoded import EncodedImage, EncodedSample, patch_squares
+from packtool.encode.encoded import EncodedImage, EncodedSample, media_fields
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES, MediaLimits, family_of, is_multimodal, media_encoding
 from packtool.encode.families.processor import process_images
+from packtool.encode.families.record import Medium
 from packtool.encode.model_files import ModelFiles
 from packtool.media.measure import load_image
 from packtool.planning.cost import ALL_WEIGHTS, CostModel
@@ -31,6 +34,7 @@ from packtool.planning.layers import count_language
 from packtool.planning.module_cost import ModuleCost
 from packtool.planning.tower_layers import vision_modules
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
+from packtool.stream.packs import SampleAmounts
 from scripts._flop_counter import flop_counter
 from tests.encode.other_families import model_of
 from tests.small_texts import COUNTED_TYPES, NOT_COMPARED, TEXT_TYPES, small_text_config
@@ -120,9 +124,9 @@ def check_text_model(config: PreTrainedConfig) -> None:
     assert linear == pytest.approx(counts[0] - counted_attention, rel=0.02)
 
 
-def _noise(height: int, width: int) -> bytes:
+def _noise(height: int, width: int, seed: int = 0) -> bytes:
     """A PNG file."""
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
     return file.getvalue()
 
@@ -183,14 +187,16 @@ def test_towers(name: str, drawn_data: Path, tmp_path_factory: pytest.TempPathFa
     assert _planned(config, FROZEN, *images) == pytest.approx(tuple(flops_of_all), rel=0.02)
 
 
-def _planned(config: PreTrainedConfig, learning: LearningOptions, *images: EncodedImage) -> tuple[float, float]:
-    """The planned FLOPs of products with weights, and of attention, of the pictures of a sample in the towers."""
-    tokens = np.array(sum(image.num_tokens for image in images))
-    squares = np.array(sum(patch_squares(image.grid) for image in images))
+def _planned(config: PreTrainedConfig, learning: LearningOptions, *media: Medium) -> tuple[float, float]:
+    """The planned FLOPs of products with weights, and of attention, of the media of a sample in the towers."""
+    nothing = np.zeros(0, np.int32)
+    sample = EncodedSample(nothing, nothing, nothing, channel=None, source="rows", row=0, **media_fields(media))
+    amounts = SampleAmounts.of([sample])
+    tokens, squares = amounts.media_tokens, amounts.patch_squares
 
     def total() -> float:
         cost = CostModel.of_config(config.to_dict(), learning)
-        return float(cost.towers(cost.padded_tokens(tokens, squares, squares / len(images)), squares))
+        return float(cost.towers(cost.padded_tokens(tokens, squares, amounts.picture_squares), squares)[0])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("packtool.planning.layers.vision_modules", _without_attention)
@@ -198,19 +204,81 @@ def _planned(config: PreTrainedConfig, learning: LearningOptions, *images: Encod
     return linear, total() - linear
 
 
+VIDEO_FAMILIES = ["gemma4", "video_llama_3"]
+"""Whose towers compute more patches than videos have tokens."""
+
+
+def _videos(*sizes: tuple[int, int]) -> tuple[MediaRef, ...]:
+    """Videos of three equal frames and another, each of a size (height, width): listed as pictures."""
+    return tuple(
+        MediaRef(None, None, tuple(MediaRef(None, _noise(*size, seed)) for seed in (0, 0, 0, 1))) for size in sizes
+    )
+
+
+@pytest.mark.parametrize("learning", [FROZEN, ALL_WEIGHTS])
+@pytest.mark.parametrize("name", VIDEO_FAMILIES)
+def test_videos(
+    name: str, learning: LearningOptions, drawn_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Alone, two in a row, and beside a picture; of VideoLLaMA 3, only projections of left out tokens are missing."""
+    directory, _ = model_of(name, drawn_data, tmp_path_factory.getbasetemp() / "flops")
+    spec = InputSpec.load(str(directory), MediaLimits())
+    model: Any = auto_class(spec.config).from_config(spec.config, attn_implementation="sdpa")
+    rows = [("<video>?", (), _videos(size)) for size in SIZES]
+    rows += [("<video><video>?", (), _videos(*SIZES[:2])), ("<image><video>?", SIZES[:1], _videos(SIZES[1]))]
+    for question, sizes, videos in rows:
+        (sample,) = _encoded(directory, (question, sizes), videos=videos)
+        if name == "video_llama_3":
+            assert all(4 * video.num_tokens < np.prod(video.grid) for video in sample.videos)
+        inputs = load_media([sample], spec)
+        with flop_counter() as counter:
+            features = _features(model, {key: inputs[key] for key in spec.family.processor_inputs})
+            if learning is ALL_WEIGHTS:
+                torch.cat([*features]).sum().backward()
+        linear, attention = _planned(spec.config, learning, *sample.media)
+        counted_linear, counted_attention = _split(counter)
+        assert attention == pytest.approx(counted_attention, rel=0.02), question
+        if sizes and name == "video_llama_3":
+            assert 0.9 * counted_linear < linear < 1.02 * counted_linear
+        else:
+            assert linear == pytest.approx(counted_linear, rel=0.02), question
+
+
+def test_frames_of_gemma_4_beside_pictures(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In a micro-batch whose pictures have four times the patches, frames are padded to these: the documented bound."""
+    directory, _ = model_of("gemma4", drawn_data, tmp_path_factory.getbasetemp() / "flops")
+    spec = InputSpec.load(str(directory), MediaLimits())
+    model: Any = auto_class(spec.config).from_config(spec.config, attn_implementation="sdpa")
+    (sample,) = _encoded(directory, ("<video>?", ()), videos=_videos(SIZES[0]))
+    inputs = load_media([sample], spec)
+    num_frames, num_patches, width = inputs["pixel_values"].shape
+    larger = {
+        "pixel_values": torch.zeros(1, 4 * num_patches, width),
+        "image_position_ids": torch.full((1, 4 * num_patches, 2), -1),
+    }
+    padded = _padded_patches([inputs, larger])[0]
+    with torch.no_grad(), flop_counter() as counter:
+        _features(model, {key: padded[key] for key in spec.family.processor_inputs})
+    linear, attention = _planned(spec.config, FROZEN, *sample.media)
+    assert sample.num_patches == num_frames * num_patches
+    assert (4 * linear, 16 * attention) == pytest.approx(_split(counter), rel=0.02)
+
+
 def _without_attention(config: dict[str, Any]) -> list[ModuleCost]:
     return [module for module in vision_modules(config) if module.kind != "attention"]
 
 
-def _encoded(directory: Path, *rows: tuple[str, list[tuple[int, int]]]) -> list[EncodedSample]:
-    """Samples of questions with pictures of these sizes (height, width)."""
+def _encoded(
+    directory: Path, *rows: tuple[str, Sequence[tuple[int, int]]], videos: tuple[MediaRef, ...] = ()
+) -> list[EncodedSample]:
+    """Samples of questions with pictures of these sizes (height, width), each with the same videos."""
     encoder = Encoder(EncodeSpec(model=str(directory), max_length=10_000), ModelFiles.load(str(directory)))
     samples = []
     for number, (question, sizes) in enumerate(rows):
         pictures = tuple(MediaRef(None, _noise(*size)) for size in sizes)
         turns = Turn("user", question), Turn("assistant", "so")
-        (encoded,) = encoder.encode([Sample(turns, pictures, "rows.jsonl", number)])
-        assert not isinstance(encoded, Dropped)
+        (encoded,) = encoder.encode([Sample(turns, pictures, "rows.jsonl", number, videos=videos)])
+        assert not isinstance(encoded, Dropped), encoded
         samples += encoded
     return samples
 

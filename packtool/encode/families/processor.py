@@ -420,6 +420,9 @@ def _video_grid(outputs: Mapping[str, Any], patch_side: int) -> tuple[int, ...]:
     if "target_sizes_videos" in outputs:
         return _tower_grid({"target_sizes": outputs["target_sizes_videos"]}, patch_side)
     pixels = outputs.get("pixel_values_videos")
+    if "video_position_ids" in outputs:  # patches of all frames, padded to one number
+        num_frames, num_patches, _ = outputs["pixel_values_videos"].shape
+        return num_frames, 1, num_patches
     is_tiled = pixels is not None and pixels.ndim == 5  # (1, T, C, H, W)
     return _tower_grid({"pixel_values": pixels}, patch_side) if is_tiled else ()
 

@@ -133,8 +133,8 @@ class SharedPrefixes:
         """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) of full samples."""
         full, prefixes = tower_work(cost, self.index), self.prefixes.prefixes
         vision_tokens = prefixes.media_tokens - prefixes.audio_tokens
-        # Caches do not count the pictures of prefixes. If the tower pads pictures, all have the same squares.
-        picture_squares = self.index.picture_squares.max(initial=1)
+        # Caches do not count the patches of prefixes: pictures of a prefix are assumed to be as those of its sample.
+        picture_squares = np.repeat(self.index.picture_squares, np.diff(self.prefixes.offsets))
         vision_tokens = cost.padded_tokens(vision_tokens, prefixes.patch_squares, picture_squares)
         flops = cost.towers(vision_tokens, prefixes.patch_squares, prefixes.audio_tokens)
         added = self.trees.added(full.flops, np.rint(flops).astype(np.int64))

@@ -120,7 +120,8 @@ def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
         column = {name: np.zeros(1, np.int32) for name in ("num_videos", "num_audios", "audio_tokens", "channel")}
         column |= {"length": np.array([200]), "target_tokens": np.array([10]), "media_tokens": np.array([160])}
         squares = np.array([num_images * (4 * 160 // num_images) ** 2])
-        index = SplitIndex(**column, num_images=np.array([num_images]), patch_squares=squares, channels=())
+        counts = {"num_images": np.array([num_images]), "num_patches": np.array([4 * 160])}
+        index = SplitIndex(**column, **counts, patch_squares=squares, channels=())
         options = dataclasses.replace(plan_options(config, max_length=256, world_size=1), balance="none")
         plan = plan_epoch(index.length, index.target_tokens, options, seed=0)
         shares = assign_media(media_of_caches(index, model), model, plan, 4)

@@ -122,7 +122,8 @@ def test_added_tokens_and_costs_are_counted(alike_world: TinyWorld, tmp_path: Pa
 def test_padding_of_a_shared_picture_is_counted_once(alike_world: TinyWorld, tmp_path: Path) -> None:
     shared = prepared(alike_world, tmp_path).source.inputs.shared
     assert shared is not None
-    index = dataclasses.replace(shared.index, patch_squares=1600 * shared.index.num_images.astype(np.int64))
+    num_images = shared.index.num_images.astype(np.int64)
+    index = dataclasses.replace(shared.index, patch_squares=1600 * num_images, num_patches=40 * num_images)
     prefixes = shared.prefixes.prefixes
     squares = np.where(prefixes.media_tokens > 0, 1600, 0)
     recorded = shared.prefixes._replace(prefixes=prefixes._replace(patch_squares=squares))
