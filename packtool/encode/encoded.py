@@ -173,7 +173,7 @@ class EncodedSample:
     @property
     def num_patches(self) -> int:
         """Patches of its media in the vision tower, also those of padding and those without tokens; 0 without grids."""
-        grids = [medium.grid for medium in (*self.images, *self.videos)]
+        grids = [image.grid for image in self.images] + [video.grid for video in self.videos]
         return sum(t * h * w for grid in grids for t, h, w in zip(grid[::3], grid[1::3], grid[2::3], strict=True))
 
 
