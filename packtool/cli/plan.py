@@ -44,14 +44,14 @@ def _plan(config: PlanConfig, invocation: Invocation) -> None:
     """Plan an epoch, write the requested files, and print the plan."""
     from packtool.library.planned import Plan
     from packtool.train.prepare.checkpoint import BatchShape
-    from packtool.train.prepare.lock_file import lock_of, write_lock
+    from packtool.train.prepare.lock_file import lock_file_content, write_lock
 
     plan = Plan(config)
     if config.save is not None:
         plan.save(config.save)
     if config.lock is not None:
         inputs, num_ranks = plan.preview.inputs, plan.preview.options.world_size
-        write_lock(config.lock, lock_of(inputs, BatchShape.of(config, num_ranks)))
+        write_lock(config.lock, lock_file_content(inputs, BatchShape.of(config, num_ranks)))
     if config.html is not None:
         plan.page(config.html, invocation.command)
     if invocation.as_json:

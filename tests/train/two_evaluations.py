@@ -20,7 +20,7 @@ from packtool.progress import SilentProgress
 from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.evaluate.run import evaluate_caches
 from packtool.train.model.load import load_model
-from packtool.train.prepare.evaluation import plan_of_samples
+from packtool.train.prepare.evaluation import plan_samples
 from tests.forked import run_ranks
 
 
@@ -45,11 +45,11 @@ def main(job: dict[str, Any]) -> None:
     model = load_model(job["model"], spec.config, dtype=torch.float32, packing=True).train()
     # What the wrapper would do on its own, exchanging buffers, must not happen: evaluation asks the model inside.
     wrapped = DistributedDataParallel(model)
-    plan = plan_of_samples(reader, world, max_tokens=150)
+    plan = plan_samples(reader, world, max_tokens=150)
     results = {"wrapped": evaluate(wrapped, reader, spec, plan, world=world).metrics()}
     assert wrapped.training
     assert model.training
-    one = plan_of_samples(reader, world, limit=1)
+    one = plan_samples(reader, world, limit=1)
     results["single"] = evaluate(wrapped, reader, spec, one, world=world).metrics("")
     sharded = load_model(job["model"], spec.config, dtype=torch.float32, packing=True)
     mesh = init_device_mesh("cpu", (2,))
@@ -59,7 +59,7 @@ def main(job: dict[str, Any]) -> None:
     evaluation = evaluate(fully_shard(sharded, mesh=mesh), reader, spec, one, world=world)
     results["sharded"] = evaluation.metrics("")
     try:
-        evaluate(wrapped, reader, spec, plan_of_samples(reader, world, limit=2 + world.rank), world=world)
+        evaluate(wrapped, reader, spec, plan_samples(reader, world, limit=2 + world.rank), world=world)
     except MismatchError as error:
         results["differing"] = type(error).__name__
     Path(job["results"].format(world.rank)).write_text(json.dumps(results))

@@ -309,7 +309,7 @@ class Fit:
         plan, inputs, media_shares = self._plan_of(run)
         shared_prefixes, recomputed_share = inputs.shared, self._recomputed_share(run, layer_plan)
         time = self._expected_time(run)
-        step_seconds = time.steps(run, plan, self.reader.index, media_shares, shared_prefixes, recomputed_share)
+        step_seconds = time.step_seconds(run, plan, self.reader.index, media_shares, shared_prefixes, recomputed_share)
         seconds = float(step_seconds.sum())
         gathering_seconds = float(time.gathering_seconds(run, plan).sum())  # of all ranks
         sample_tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))  # each sample with its shared prefix

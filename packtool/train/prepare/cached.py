@@ -75,10 +75,14 @@ class CachedSource(Steps):
         return self.inputs.mixture is not None or self.inputs.for_training.config.enable_channel_loss
 
     def expected(self) -> dict[str, Any]:
-        """The fields of a ``TrainResult`` that are known before the first step."""
-        plan = self.timeline.first_plan
-        summary = plan.summary
+        """Return the fields of a ``TrainResult`` that the plan knows before the first step.
+
+        Numbers of samples and packs are of the first epoch. With a mixture, it may repeat samples, and not draw others.
+        """
+        first_plan = self.timeline.first_plan
+        summary = first_plan.summary
         mixture = self.inputs.mixture
+        source_figures = {} if mixture is None else share_figures(counts_in(first_plan, mixture))
         return {
             "num_samples": summary.num_samples,
             "filtered": summary.num_filtered,
@@ -93,7 +97,7 @@ class CachedSource(Steps):
             "steps_without_packing": self.timeline.num_steps_without_packing(),
             "num_empty_micro_batches": self.timeline.num_empty_micro_batches(),
             "target_tokens": self.timeline.target_tokens_from(self.start),
-            "sources": {} if mixture is None else share_figures(counts_in(plan, mixture)),
+            "sources": source_figures,
             "stages": self.timeline.figures(),
         }
 
@@ -197,23 +201,28 @@ class CachedSource(Steps):
 
 
 def sample_figures(inputs: Inputs, shared: SharedPrefixes | None) -> SampleFigures:
-    """The figures of all N samples of the caches; media and FLOPs of a shared prefix count for its first sample."""
-    config, files, reader = inputs.for_training
-    index, targets = reader.index, inputs.targets
-    costs = RunCosts.of(config, files.config)
+    """Return the tokens, FLOPs and media of each of the N samples of the caches; arrays (N,).
 
-    def flops_of(cost: CostModel) -> Costs:
+    If several samples begin with the same tokens (``shared``), the first of them has the media and FLOPs of these.
+    """
+    config, files, reader = inputs.for_training
+    index = reader.index
+    target_tokens = inputs.targets
+    run_costs = RunCosts.of(config, files.config)
+    media_tokens = index.media_tokens if shared is None else shared.media_tokens
+
+    def flops_of_samples(cost: CostModel) -> Costs:
         if shared is None:
-            return sample_costs(cost, index, targets)
-        return shared.sample_costs(cost, targets)
+            return sample_costs(cost, index, target_tokens)
+        return shared.sample_costs(cost, target_tokens)
 
     # The loss is averaged over samples with at least one target, or over target tokens.
-    loss_units = targets > 0 if config.loss_reduction == "sample" else targets
+    loss_units = target_tokens > 0 if config.loss_reduction == "sample" else target_tokens
     return SampleFigures(
-        index.media_tokens if shared is None else shared.media_tokens,
+        media_tokens,
         loss_units.astype(np.int64),
-        flops=flops_of(costs.without_recomputation),
-        hardware_flops=flops_of(costs.with_recomputation),
+        flops=flops_of_samples(run_costs.without_recomputation),
+        hardware_flops=flops_of_samples(run_costs.with_recomputation),
         has_vision=(index.num_images > 0) | (index.num_videos > 0),
         has_sound=_may_have_sound(reader),
         mixture=inputs.mixture,

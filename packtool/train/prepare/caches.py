@@ -166,26 +166,33 @@ def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, 
 
 
 def refuse_stretched_positions(config: Mapping[str, Any], length: int) -> None:
-    """Raise an UnsupportedModelError if rotary frequencies would depend on the longest sample of a pack.
+    """Check that a model can be trained on packs; raise an UnsupportedModelError if its position encoding prevents it.
 
-    ``length``: tokens of the longest sample. transformers' LongRoPE and dynamic NTK use other frequencies for an entire
-    sequence if one of its positions is beyond the original length.
+    transformers' LongRoPE and dynamic NTK use other rotary frequencies for an entire sequence if one of its positions
+    is beyond the original length of the model. In a pack, the longest sample would change the others.
+
+    Args:
+        config: the model's ``config.json``.
+        length: tokens of the longest sample.
     """
-    text = text_config_of(config)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    for settings in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
-        kind = settings.get("rope_type", settings.get("type"))
-        if kind not in ("longrope", "su", "dynamic"):
+    text_config = text_config_of(config)
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+    rope_by_layer_type = [settings for settings in rope.values() if isinstance(settings, Mapping)]
+    for settings in (rope, *rope_by_layer_type):
+        rope_type = settings.get("rope_type", settings.get("type"))
+        if rope_type not in ("longrope", "su", "dynamic"):
             continue
-        default = text.get("original_max_position_embeddings") or text.get("max_position_embeddings") or 0
-        original_length = int(settings.get("original_max_position_embeddings") or default)
+        default_length = (
+            text_config.get("original_max_position_embeddings") or text_config.get("max_position_embeddings") or 0
+        )
+        original_length = int(settings.get("original_max_position_embeddings") or default_length)
         if length > original_length:
-            problem = f"the position encoding {kind} of this model depends on the longest sample of a pack"
-            remedy = (
+            raise UnsupportedModelError(
+                f"the position encoding {rope_type} of this model depends on the longest sample of a pack, if samples "
+                f"have more than {original_length:,} tokens",
                 f"Limit samples with --max-length {original_length} of packtool export or train, or train with "
-                "--packing false --per-device-train-batch-size 1."
+                "--packing false --per-device-train-batch-size 1.",
             )
-            raise UnsupportedModelError(f"{problem}, if samples have more than {original_length:,} tokens", remedy)
 
 
 def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> None:
@@ -258,25 +265,30 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
 
 
 def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
-    """Check that limits on videos and audio have the same effect as those of the export."""
+    """Check that the limits on videos and audio of this run are those that a cache was exported with.
+
+    Only effective limits count: different options may mean the same limits for a model. Raises a MismatchError.
+    """
     exported_limits = manifest.identity.media_limits
     if exported_limits.video is None:
         return  # a model without videos has no audio either
     exported_options = {name: value for name, value in manifest.identity.spec.items() if name in _MEDIA_NAMES}
-    changed = _changed_media_options(exported_options, config)
-    if not changed:
+    changed_options = _changed_media_options(exported_options, config)
+    if not changed_options:
         return
-    run_options = MediaOptions(**{**exported_options, **changed})
-    if media_encoding(files, run_options).limits == exported_limits:
+    run_options = MediaOptions(**{**exported_options, **changed_options})
+    run_limits = media_encoding(files, run_options).limits
+    if run_limits == exported_limits:
         return
-    differences = ", ".join(  # by the environment variables of these options
-        f"{name.upper()} {exported_options.get(name) or 'unset'} in the cache, {value} in this run"
-        for name, value in changed.items()
-    )
+
+    differences = []
+    for name, value in changed_options.items():
+        exported = exported_options.get(name) or "unset"
+        differences.append(f"{name.upper()} {exported} in the cache, {value} in this run")  # as environment variables
     raise MismatchError(
-        f"{directory} was exported with other limits on videos or audio: {differences}",
+        f"{directory} was exported with other limits on videos or audio: {', '.join(differences)}",
         "Remove that setting to use the cache's, or export into another directory:\n"
-        f"  {export_command(directory, manifest, **changed)}",
+        f"  {export_command(directory, manifest, **changed_options)}",
     )
 
 
@@ -335,26 +347,32 @@ def packs_of(saved: SavedPlan) -> PackPlan:
 
 
 def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
-    """Raise a MismatchError unless a saved plan is intact and fits these caches and options."""
+    """Check that the packs of ``--plan FILE`` are intact and fit the caches and options of a run.
+
+    ``saved`` is the content of the file. Options of the run that are not set take the values of the plan. Raises a
+    MismatchError with all differences.
+    """
     path = config.plan
-    if packs_of(saved).fingerprint != saved.plan:  # the fingerprint of the packs
+    recorded_fingerprint = saved.plan
+    if packs_of(saved).fingerprint != recorded_fingerprint:
         raise MismatchError(f"--plan {path} is damaged: its packs differ from those that were saved", "Save it again.")
-    saved_sharing = "false" if saved.shared_tokens is None else "true"
-    requested_sharing = saved_sharing if config.share_prefix == "auto" else config.share_prefix
-    # Pairs of the plan's value and this run's; options that are not set take the plan's.
-    pairs = {
-        "caches": (saved.cache, reader.fingerprint),  # both are fingerprints
+
+    plan_shares_prefixes = "false" if saved.shared_tokens is None else "true"
+    run_shares_prefixes = plan_shares_prefixes if config.share_prefix == "auto" else config.share_prefix
+    values_of_plan_and_run = {
+        "caches": (saved.cache, reader.fingerprint),
         "samples in the caches": (saved.num_cached, len(reader)),
         "--packing-length": (saved.capacity, config.packing_length or saved.capacity),
         "--max-length": (saved.max_length, config.max_length or saved.max_length),
-        "--share-prefix": (saved_sharing, requested_sharing),
+        "--share-prefix": (plan_shares_prefixes, run_shares_prefixes),
     }
-    if differences := _list_differences(pairs, "in the plan", "in this run"):
+    differences = _list_differences(values_of_plan_and_run, "in the plan", "in this run")
+    if differences:
         raise MismatchError(
             f"--plan {path} does not fit this run:\n{differences}",
             f"Leave --plan out, or make another plan:\n  {_plan_command(saved, config)}",
         )
-    if saved.shared_tokens is not None and config.sharing_conflicts:
+    if plan_shares_prefixes == "true" and config.sharing_conflicts:
         raise MismatchError(
             f"--plan {path} shares prefixes, which cannot be combined with {config.sharing_conflicts[0]}",
             "Leave that option out, or make the plan again with --share-prefix false.",
@@ -454,7 +472,10 @@ def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int 
 
 
 def stage_problems(recipe: Recipe, config: PlanConfig | TrainConfig) -> list[str]:
-    """Conflicts of a recipe's stages with the settings of the run, a message for each."""
+    """Return a message for each conflict between the stages of a recipe and the options of a run.
+
+    Stages are trained one after the other; ``until`` says where a stage ends, in steps or as a share of the run.
+    """
     problems = []
     if config.schedule == "skrull":
         problems.append(
@@ -462,12 +483,13 @@ def stage_problems(recipe: Recipe, config: PlanConfig | TrainConfig) -> list[str
         )
     previous_stop = 0  # steps that are done when the previous stage ends
     for number, stage in enumerate(recipe.stages):
-        key = f"{recipe.place}, stages[{number}]"
+        key = f"{recipe.place}, stages[{number}]"  # for messages
         problems += _pack_problems(key, stage, config)
         if config.max_steps is not None:
-            is_last = number + 1 == len(recipe.stages)
+            is_last = number == len(recipe.stages) - 1
             problems += _end_problems(key, stage, config.max_steps, previous_stop, is_last=is_last)
-            previous_stop = stage.stop_step(config.max_steps) if stage.end_text else previous_stop
+            if stage.end_text:
+                previous_stop = stage.stop_step(config.max_steps)
         elif stage.until is not None:
             problems.append(
                 f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run (until: 30%)"

@@ -279,10 +279,10 @@ class RunState:
         """``assignments``, including a single one from step 0."""
         return self.assignments or (Assignment.of(0, self.batch_shape),)
 
-    def with_assignments(self, assignments: tuple[Assignment, ...], data_since: int) -> RunState:
-        """This state with ``all_assignments`` since step ``data_since``, where the data last changed."""
-        is_default = len(assignments) == 1 and data_since == 0
-        return dataclasses.replace(self, assignments=() if is_default else assignments, data_since=data_since)
+    def with_assignments(self, assignments: tuple[Assignment, ...], data_changed_at: int) -> RunState:
+        """This state with ``all_assignments`` since step ``data_changed_at``, the first one with the current data."""
+        is_default = len(assignments) == 1 and data_changed_at == 0
+        return dataclasses.replace(self, assignments=() if is_default else assignments, data_since=data_changed_at)
 
     def needs_reassignment(self, saved: RunState) -> bool:
         """Return whether packs must be assigned to ranks again, because the ``saved`` run had another number."""
@@ -300,16 +300,21 @@ class RunState:
         data_may_change: bool = False,
         cache_differences: Sequence[str] = (),
     ) -> None:
-        """Raise a MismatchError with every difference if a run with this state cannot resume from a checkpoint.
+        """Check that a run with this state may resume from a checkpoint; raise a MismatchError with every difference.
 
-        With ``data_may_change``, fields in ``FROM_DATA`` may differ; ``cache_differences`` are lines for the error.
+        Args:
+            saved: the state of the run in the checkpoint.
+            data_may_change: allow that fields in ``FROM_DATA``, which depend on the training data, differ.
+            cache_differences: lines for the error if the caches differ.
         """
-        different = self._different_fields(saved, data_may_change=data_may_change)
-        if not different:
+        different_fields = self._different_fields(saved, data_may_change=data_may_change)
+        if not different_fields:
             return
+
         # The fingerprints "plan" and "steps" follow from the other fields, which explain the difference better.
-        causes = [name for name in different if name not in ("plan", "steps")]
-        lines = [self._difference_line(name, saved) for name in causes or different]
+        causes = [name for name in different_fields if name not in ("plan", "steps")]
+        lines = [f"{checkpoint} belongs to a run with other data or settings:"]
+        lines += [self._difference_line(name, saved) for name in causes or different_fields]
         if not causes:
             lines.append(
                 "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
@@ -317,10 +322,11 @@ class RunState:
             )
         if "cache" in causes:
             lines += [f"    {line}" for line in cache_differences]
+
         remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
-        if FROM_DATA.issuperset(different):
+        if FROM_DATA.issuperset(different_fields):
             remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
-        raise MismatchError("\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy)
+        raise MismatchError("\n".join(lines), remedy)
 
     def _difference_line(self, name: str, saved: RunState) -> str:
         """Describe the difference of a field, for errors; an empty text is shown as "none"."""
@@ -398,10 +404,11 @@ def discard_run_state(checkpoint: str) -> None:
 def find_checkpoint(
     resume_from: str | None, output_dir: str, *, only_model: bool = False
 ) -> tuple[str | None, list[str]]:
-    """Find the checkpoint that ``--resume-from-checkpoint`` names, and check that it is intact.
+    """Find the checkpoint that ``--resume-from-checkpoint`` names, and check that its files are intact.
 
     Args:
         resume_from: None, ``true`` (the newest intact checkpoint in ``output_dir``), ``false`` or a directory.
+        only_model: check only the files that loading the weights needs.
 
     Returns:
         its directory, or None to begin a new run; and warnings on newer checkpoints that are damaged.
@@ -412,7 +419,8 @@ def find_checkpoint(
         return _find_newest_checkpoint(output_dir, only_model=only_model)
     if not os.path.isdir(resume_from):
         raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
-    if damage := _describe_damage(resume_from, only_model=only_model):
+    damage = _describe_damage(resume_from, only_model=only_model)
+    if damage:
         remedy = f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}"
         raise MismatchError(f"{resume_from} is damaged: {damage}", remedy)
     return resume_from.rstrip("/"), []

@@ -160,10 +160,15 @@ def with_costs(
     hardware: Hardware,
     sequence_parallel_type: SequenceParallelType = "auto",
 ) -> PlanOptions:
-    """Add a model's FLOPs to the options; for the scheduler Skrull, also the speed of devices and links."""
+    """Add a model's FLOPs to the options of a plan, which balances these between ranks.
+
+    The scheduler Skrull also needs the speed of devices and links. ``model`` is a ``config.json``; ``learning`` says
+    which weights are trained.
+    """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
         return options
+
     num_ranks = options.skrull.sequence_parallel_size
     machine = Machine(
         sizes=ModelSizes.or_8b(model),
@@ -171,8 +176,8 @@ def with_costs(
         world_size=num_ranks,  # not that of the run, so that plans do not depend on it
         sequence_parallel_type=sequence_parallel_type,
     )
-    skrull = dataclasses.replace(options.skrull, step_time=machine.step_time(num_ranks))
-    return dataclasses.replace(options, skrull=skrull)
+    skrull_options = dataclasses.replace(options.skrull, step_time=machine.step_time(num_ranks))
+    return dataclasses.replace(options, skrull=skrull_options)
 
 
 Seconds = npt.NDArray[np.float64]
@@ -205,7 +210,7 @@ class ExpectedTime:
     gradient_bytes: int
     trained_bytes: int
 
-    def steps(
+    def step_seconds(
         self,
         config: TrainConfig,
         plan: EpochPlan,
@@ -214,24 +219,25 @@ class ExpectedTime:
         shared: SharedPrefixes | None = None,
         recomputed: npt.NDArray[np.float64] | float | None = None,
     ) -> Seconds:
-        """Seconds of each of the S steps of an epoch, (S,).
+        """Estimate the seconds of each of the S optimizer steps of an epoch, (S,).
 
         Args:
             shares: assigns media to ranks that share a sequence.
-            recomputed: fraction of the layers that recompute, of each of the C micro-batches, (C,), or of all; None for
-                the setting of ``config``.
+            recomputed: fraction of the layers that recompute activations in the backward pass, of each of the C
+                micro-batches, (C,), or of all; None for the setting of ``config``.
         """
         batch_seconds = self._batch_seconds(config, plan, index, shares, shared)  # (C,)
         if recomputed is not None:
             keeping_config = dataclasses.replace(config, gradient_checkpointing=False)
             keeping_seconds = self._batch_seconds(keeping_config, plan, index, shares, shared)
             batch_seconds = recomputed * batch_seconds + (1 - recomputed) * keeping_seconds
-        exchange = self.collectives(config)
-        # A micro-batch takes no less than the exchange that overlaps with it.
+
+        # Ranks exchange weights and gradients while they compute: whatever takes longer counts.
+        exchange = self.exchange_seconds(config)
         batch_seconds = np.maximum(batch_seconds, exchange.per_micro_batch)
         rank_seconds = plan.steps.rank_sums(batch_seconds)  # (S, ranks)
-        # An exchange that starts with a rank's last backward pass may take longer than that.
-        waiting_seconds = np.maximum(exchange.per_last_backward - _last_backward_seconds(plan.steps, rank_seconds), 0.0)
+        last_backward_seconds = _last_backward_seconds(plan.steps, rank_seconds)
+        waiting_seconds = np.maximum(exchange.per_last_backward - last_backward_seconds, 0.0)
         slowest_rank_seconds = rank_seconds.max(axis=1)
         return np.asarray(slowest_rank_seconds + waiting_seconds + exchange.exposed)
 
@@ -243,22 +249,30 @@ class ExpectedTime:
         shares: MediaShares,
         shared: SharedPrefixes | None,
     ) -> Seconds:
-        """Seconds of each of the C micro-batches of an epoch, (C,), without exchanges of weights and gradients."""
+        """Estimate the seconds of each of the C micro-batches of an epoch, (C,); exchanges of weights are not included.
+
+        If ranks share a micro-batch, the towers on each of them encode some of its images, videos and sounds, which
+        ``shares`` assigns. ``shared``: prefixes of several samples that are computed only once.
+        """
         cost = RunCosts.of(config, self.model).with_recomputation
         speed = self._step_time(config, cost)
         num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
         sample_flops, sample_attention_flops, towers = _sample_work(speed, cost, index, shared, num_sharing)
+
+        # The ranks divide the language model evenly, and wait for the slowest tower. All arrays are (C,).
         total_flops = _batch_sums(plan, sample_flops)
         tower_flops = _batch_sums(plan, towers.flops.astype(np.float64))
-        slowest_tower_flops = _slowest_tower_flops(cost, shares) if num_sharing > 1 else tower_flops
-        # The ranks divide the language model evenly, and wait for the slowest tower.
-        rank_flops = (total_flops - tower_flops) / num_sharing + slowest_tower_flops
-        rank_flops += np.where(total_flops > 0, speed.batch_flops, 0.0)  # empty micro-batches cost nothing
-        seconds = rank_flops / speed.flops_per_second
-        # Exchanges of keys and values: during attention, as far as that does not hide them; and of shared prefixes.
+        slowest_tower_flops = tower_flops
+        if num_sharing > 1:
+            slowest_tower_flops = _slowest_tower_flops(cost, shares)
+        language_flops = (total_flops - tower_flops) / num_sharing
+        fixed_flops = np.where(total_flops > 0, speed.batch_flops, 0.0)  # none in empty micro-batches
+        seconds = (language_flops + slowest_tower_flops + fixed_flops) / speed.flops_per_second
+
+        # Ranks exchange keys and values during attention: only the time that this takes longer counts.
         attention_flops = _batch_sums(plan, sample_attention_flops) / num_sharing
         seconds += _exposed_exchange_seconds(speed, plan, attention_flops)
-        seconds += self.gathering_seconds(config, plan)
+        seconds += self.gathering_seconds(config, plan)  # of shared prefixes
         return np.maximum(seconds, speed.launch_seconds)
 
     def gathering_seconds(self, config: TrainConfig, plan: EpochPlan) -> Seconds:
@@ -291,7 +305,7 @@ class ExpectedTime:
             launch_seconds=with_recomputation.launch_seconds,
         )
 
-    def collectives(self, config: TrainConfig) -> ExchangeSeconds:
+    def exchange_seconds(self, config: TrainConfig) -> ExchangeSeconds:
         """Seconds of exchanges of weights and gradients, by the sharding of a run."""
         if self.world_size == 1:
             return ExchangeSeconds()

@@ -42,7 +42,7 @@ def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
-    plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
+    plan = plan_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
     if config.sequence_parallel_ranks == 1:
         shared, _ = find_shared_prefixes(config, files.config, val, capacity=plan.max_tokens)
         if shared is not None:
@@ -65,12 +65,15 @@ class PreparedEvaluation:
 
 
 def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
-    """Check that model, caches and options fit, and assign the samples to ranks."""
+    """Prepare ``packtool eval``: check the model, caches and options, and assign the samples to ranks.
+
+    Every rank gets the same plan. Nothing is written yet, but an unwritable ``--output`` is an error now.
+    """
     trained = TrainedModel.find(config.model, config.base_model)
     files = ModelFiles.load(trained.base)
     reader = _open_split(config, trained, files)
     axes = axes_of(config, world, files, reader.index.length)
-    plan = plan_of_samples(
+    plan = plan_samples(
         reader,
         world.data,
         alignment=axes.multiple,
@@ -78,18 +81,21 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
+
+    # Samples that begin with the same tokens may share these, which are then computed only once.
     shared, no_sharing_reason = find_shared_prefixes(
         config, files.config, reader, capacity=plan.max_tokens, limit=config.limit
     )
-    notes = []
+    messages = []
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
-        notes.append(shared.line(cost_of(files.config, ALL_WEIGHTS)))
+        messages.append(shared.line(cost_of(files.config, ALL_WEIGHTS)))
     elif no_sharing_reason is not None:
-        notes.append(no_sharing_reason)
+        messages.append(no_sharing_reason)
+
     if world.is_first:
         _check_writable(config.output)
-    return PreparedEvaluation(config, world, trained, reader, plan, axes, tuple(notes))
+    return PreparedEvaluation(config, world, trained, reader, plan, axes, tuple(messages))
 
 
 def _open_split(config: EvalConfig, trained: TrainedModel, files: ModelFiles) -> CacheReader:
@@ -157,7 +163,7 @@ def _evaluation_line(num_samples: int, strategy: EvalStrategy, eval_steps: float
     )
 
 
-def plan_of_samples(
+def plan_samples(
     reader: CacheReader,
     world: World,
     *,
@@ -166,17 +172,24 @@ def plan_of_samples(
     limit: int | None = None,
     alignment: int = 1,
 ) -> EvaluationPlan:
-    """Plan the evaluation of the first ``limit`` samples, each padded to a multiple of ``alignment`` tokens."""
+    """Assign samples to micro-batches and ranks to evaluate them.
+
+    Args:
+        max_tokens, max_samples: maxima of a micro-batch. A ConfigError if a sample alone has more than ``max_tokens``.
+        limit: evaluate only the first ``limit`` samples.
+        alignment: each sample is padded to a multiple of this number of tokens.
+    """
     lengths = reader.index.length[:limit]
     padded_lengths = aligned_lengths(lengths, alignment)
-    if max_tokens is not None and padded_lengths.max(initial=0) > max_tokens:
+    max_padded_length = int(padded_lengths.max(initial=0))
+    if max_tokens is not None and max_padded_length > max_tokens:
         too_long = np.flatnonzero(padded_lengths > max_tokens)
-        first, longest = int(too_long[0]), int(padded_lengths.max())
+        first = int(too_long[0])
         raise ConfigError(
             f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(too_long):,} of {len(lengths):,} samples are "
             f"longer: sample {first} ({reader.sample(first).place}) has {int(padded_lengths[first]):,} tokens, the "
-            f"longest {longest:,}",
-            f"Raise it to {longest}, or leave it out.",
+            f"longest {max_padded_length:,}",
+            f"Raise it to {max_padded_length}, or leave it out.",
         )
     return plan_evaluation(
         lengths, num_ranks=world.size, max_tokens=max_tokens, max_samples=max_samples, alignment=alignment

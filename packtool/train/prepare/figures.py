@@ -307,15 +307,18 @@ def assign_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: 
 def peak_memory_batches(
     config: TrainConfig, plan: EpochPlan, inputs: Inputs, shares: MediaShares | None = None
 ) -> tuple[RankTokens, ...]:
-    """The longest micro-batches of a rank, if they had the most tokens of each kind of any micro-batch of the plan.
+    """Return micro-batches that need at least as much memory on a rank as any micro-batch of the plan.
 
+    They are of maximum length, with the maximum tokens of each kind (images and videos, audio) in any micro-batch.
     ``shares`` assigns media to ranks that share sequences; computed here if None.
     """
     reader = inputs.reader
     if reader is None:  # a file of lengths has no media
         return longest_micro_batches(config, inputs.model, NO_MEDIA)
+
     tokens_by_kind = tokens_per_micro_batch(plan, inputs)
-    max_tokens = RankTokens(**{kind: int(tokens.max(initial=0)) for kind, tokens in tokens_by_kind.items()})
+    max_tokens_by_kind = {kind: int(tokens.max(initial=0)) for kind, tokens in tokens_by_kind.items()}
+    max_tokens = RankTokens(**max_tokens_by_kind)
     num_sharing = config.sequence_parallel_ranks  # ranks that share a sequence
     if num_sharing > 1:
         if shares is None:

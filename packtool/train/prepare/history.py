@@ -151,7 +151,7 @@ def has_history(output_dir: str) -> bool:
     return os.path.exists(os.path.join(output_dir, HISTORY, _RUN))
 
 
-def history_of(checkpoint: str) -> str:
+def history_directory(checkpoint: str) -> str:
     """The folder with the history of a checkpoint's run."""
     return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), HISTORY)
 
@@ -321,7 +321,7 @@ class RunRecord:
         """Write the ledger after ``step`` steps into a checkpoint; arguments are as for ``ledger_after``."""
         # The rows of local caches are recorded, to match samples after a cache was removed. Those of remote caches are
         # read only when they are needed, because reading them copies all shards.
-        reader, history = self._timeline.inputs.for_training.reader, history_of(checkpoint)
+        reader, history = self._timeline.inputs.for_training.reader, history_directory(checkpoint)
         for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
             path = origins_path(history, manifest.fingerprint)
             if not storage.is_remote(directory) and not os.path.exists(path):
@@ -379,48 +379,57 @@ def _untrained_samples(
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
-    """The ledger after ``step`` steps as if all planned samples were trained, for checkpoints that have no ledger."""
+    """Make the ledger of a run after ``step`` steps from its plan, for checkpoints of old versions that have none.
+
+    A ledger has training counts of the samples of each cache. All planned samples count as trained.
+    """
     inputs = timeline.inputs
     reader = inputs.for_training.reader
-    before_epoch, in_epoch = _planned_counts(timeline, step)
-    counts = before_epoch + in_epoch
+    before_epoch, in_epoch = _planned_counts(timeline, step)  # of the samples of all caches, (N,)
+    training_counts = before_epoch + in_epoch
     sources = []
-    for number, source in enumerate(begin_ledger(reader).sources):
-        rows = slice(reader.offsets[number], reader.offsets[number + 1])
-        new_source = dataclasses.replace(
-            source,
-            before=RowCounts.of(before_epoch[rows]),
-            epoch=RowCounts.of(in_epoch[rows]),
-            num_samples=int(counts[rows].sum()),
-            tokens=int((counts[rows] * inputs.lengths[rows]).sum()),
-            target_tokens=int((counts[rows] * inputs.targets[rows]).sum()),
+    for number, untrained_source in enumerate(begin_ledger(reader).sources):
+        of_cache = slice(reader.offsets[number], reader.offsets[number + 1])
+        cache_counts = training_counts[of_cache]
+        source = dataclasses.replace(
+            untrained_source,
+            before=RowCounts.of(before_epoch[of_cache]),
+            epoch=RowCounts.of(in_epoch[of_cache]),
+            num_samples=int(cache_counts.sum()),
+            tokens=int((cache_counts * inputs.lengths[of_cache]).sum()),
+            target_tokens=int((cache_counts * inputs.targets[of_cache]).sum()),
         )
-        sources.append(new_source)
+        sources.append(source)
     current_epoch, _ = timeline.locate(step)
     return Ledger(step=step, epoch=current_epoch, sources=tuple(sources))
 
 
 def _planned_counts(timeline: Timeline, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Training counts of samples after ``step`` steps: in earlier epochs, and in the epoch of ``step``; (N,) each."""
-    inputs = timeline.inputs
-    num_samples = len(inputs.lengths)
+    """Count how often the plan trains each of N samples in the first ``step`` steps of a run.
 
-    def counts_of_epoch(epoch: int) -> npt.NDArray[np.int64]:
-        if inputs.mixture is not None:
-            return inputs.epoch_counts(epoch)
-        is_planned = np.zeros(num_samples, np.int64)
-        is_planned[timeline.first_plan.full_packs.samples] = 1  # without a mixture, every epoch has the same samples
-        return is_planned
-
-    current_epoch, plan_step = timeline.locate(step)
+    Returns two arrays (N,): counts of earlier epochs, and of the epoch that step ``step`` belongs to.
+    """
+    num_samples = len(timeline.inputs.lengths)
+    current_epoch, num_steps_done = timeline.locate(step)  # steps of the current epoch
     before_epoch = np.zeros(num_samples, np.int64)
     for epoch in range(current_epoch):
-        before_epoch += counts_of_epoch(epoch)
-    if plan_step == 0:
+        before_epoch += _counts_of_full_epoch(timeline, epoch)
+    if num_steps_done == 0:
         return before_epoch, np.zeros(num_samples, np.int64)
-    untrained_samples = timeline.span_at(step).plan.packs_from(plan_step).samples
-    num_untrained = np.bincount(untrained_samples, minlength=num_samples)
-    return before_epoch, counts_of_epoch(current_epoch) - num_untrained
+
+    remaining_samples = timeline.span_at(step).plan.packs_from(num_steps_done).samples
+    num_remaining = np.bincount(remaining_samples, minlength=num_samples)
+    return before_epoch, _counts_of_full_epoch(timeline, current_epoch) - num_remaining
+
+
+def _counts_of_full_epoch(timeline: Timeline, epoch: int) -> npt.NDArray[np.int64]:
+    """Count how often an epoch trains each sample, (N,)."""
+    inputs = timeline.inputs
+    if inputs.mixture is not None:
+        return inputs.epoch_counts(epoch)
+    counts = np.zeros(len(inputs.lengths), np.int64)
+    counts[timeline.first_plan.full_packs.samples] = 1  # without a mixture, every epoch has the same samples
+    return counts
 
 
 def begin_ledger(reader: CacheReader) -> Ledger:
@@ -477,14 +486,27 @@ def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
 
 
 def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
-    """Plan a segment of a run again up to step ``stop``, and check its fingerprints; ``model`` is its new directory."""
+    """Plan steps of an earlier run again, to find out which samples they trained.
+
+    Args:
+        segment: the steps between two starts of the run, with the options of that time.
+        stop: the first step after it, or the first that was not trained.
+        model: directory of the model, if it was moved since.
+
+    Raises:
+        MismatchError: if caches or ``--plan`` are missing or have changed, or if the plan differs from that of the run.
+    """
     _check_files(segment)
-    config = train_config_of(segment.config, segment.version)
-    # The state of the data is read from the history, and not from a checkpoint.
-    changes: dict[str, Any] = {"cache_dir": None, "resume_from_checkpoint": None, "data_change": "refuse"}
-    config = dataclasses.replace(config, output_dir=output_dir, **changes)
-    if model is not None:
-        config = dataclasses.replace(config, model=model)
+    recorded_config = train_config_of(segment.config, segment.version)
+    config = dataclasses.replace(
+        recorded_config,
+        output_dir=output_dir,
+        model=recorded_config.model if model is None else model,
+        cache_dir=None,
+        # A change of the data is read from the history below, and not from a checkpoint.
+        resume_from_checkpoint=None,
+        data_change="refuse",
+    )
     try:
         inputs = open_to_train(config)
     except ConfigError as error:
@@ -496,7 +518,8 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
         ) from error
     data_change = _read_data_change(output_dir, segment)
     _check_same_plan(output_dir, segment, inputs)
-    return Replay(segment, stop, Timeline.of(inputs, segment.assignments, data_change))
+    timeline = Timeline.of(inputs, segment.assignments, data_change)
+    return Replay(segment, stop, timeline)
 
 
 def _read_data_change(output_dir: str, segment: Segment) -> DataChange | None:
@@ -511,20 +534,24 @@ def _read_data_change(output_dir: str, segment: Segment) -> DataChange | None:
 
 
 def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
-    """Raise a MismatchError if ``inputs`` have other packs or steps than a segment of the run in ``output_dir``."""
-    last_assignment = segment.assignments[-1]  # of the segment; earlier ones are of segments before it
-    state = inputs.state(last_assignment.batch_shape)
-    if (state.plan, state.steps) == (segment.plan, segment.steps):
+    """Check by fingerprints that ``inputs`` give the packs and steps that the run in ``output_dir`` trained.
+
+    ``segment`` records steps of the run and their fingerprints. Raises a MismatchError if they differ.
+    """
+    last_assignment = segment.assignments[-1]  # earlier ones are of segments before it
+    planned_now = inputs.state(last_assignment.batch_shape)
+    if planned_now.plan == segment.plan and planned_now.steps == segment.steps:
         return
+
     plan_path = segment.config.get("plan")
     if plan_path is not None:
         raise MismatchError(
             f"{plan_path}, the --plan of {output_dir}, has changed since training: the fingerprint of "
-            f"its packs was {segment.plan} and is {state.plan}",
+            f"its packs was {segment.plan} and is {planned_now.plan}",
             "Restore the original file: the samples of the run's steps are read from it.",
         )
     # A schedule, such as that of Skrull, may depend on the hardware.
-    same_hardware = ", on the same kind of hardware" if state.schedule else ""
+    same_hardware = ", on the same kind of hardware" if planned_now.schedule else ""
     raise MismatchError(
         f"the steps of {output_dir} cannot be planned again: packtool {segment.version} planned different steps "
         "for the same options and caches",
@@ -533,23 +560,30 @@ def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
 
 
 def _check_files(segment: Segment) -> None:
-    """Raise a MismatchError if a cache or the ``--plan`` of a segment is missing, or a cache has changed."""
-    for directory, fingerprint, _ in segment.caches:
+    """Check that the caches and the ``--plan`` of a segment of a run exist, and that the caches are unchanged.
+
+    Raises a MismatchError otherwise.
+    """
+    for directory, recorded_fingerprint, _ in segment.caches:
         try:
-            current = Manifest.read(directory).fingerprint
+            fingerprint = Manifest.read(directory).fingerprint
         except MismatchError as error:
             raise MismatchError(
                 f"the cache {directory} of this run is missing: {error.message}", "Restore it in that place."
             ) from error
-        if current != fingerprint:
+        if fingerprint != recorded_fingerprint:
             raise MismatchError(
-                f"the cache {directory} has changed since training: its fingerprint was {fingerprint} and is {current}",
+                f"the cache {directory} has changed since training: its fingerprint was {recorded_fingerprint} and is "
+                f"{fingerprint}",
                 "Export it again with the original settings: steps can be planned again only from the same cache.",
             )
-    if (plan := segment.config.get("plan")) is not None:
-        try:
-            read_plan(plan)
-        except PacktoolError as error:
-            raise MismatchError(
-                f"the --plan of this run is missing: {error.message}", "Restore it in that place."
-            ) from error
+
+    plan_path = segment.config.get("plan")
+    if plan_path is None:
+        return
+    try:
+        read_plan(plan_path)
+    except PacktoolError as error:
+        raise MismatchError(
+            f"the --plan of this run is missing: {error.message}", "Restore it in that place."
+        ) from error

@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+from typing import NamedTuple
 
 from huggingface_hub import HfApi
 
@@ -26,6 +27,14 @@ from packtool.progress import Progress
 # Files of a checkpoint that only resuming needs.
 _RESUME_FILES = ["optimizer*", "scheduler*", "rng_state*", "trainer_state.json", "training_args.bin", "packtool_*"]
 _RESUME_FILES += ["master_weights*", "global_step*", "zero_to_fp32.py", "latest", "pytorch_model_fsdp*"]
+
+
+class _Upload(NamedTuple):
+    """Files of a checkpoint to upload into a folder of the repository."""
+
+    folder: str  # "" for the top level
+    commit_message: str
+    ignored_files: list[str]  # patterns
 
 
 class HubUploads:
@@ -76,24 +85,28 @@ class HubUploads:
         progress.note(f"uploaded to {self._api.endpoint}/{self.repo}")
 
     def _upload(self, checkpoint: str, step: int, temporary: str | None = None) -> None:
-        """Upload the model, and with some strategies all files into a folder; an error is kept in ``self._error``."""
+        """Upload the model of a checkpoint to the top of the repository, and with some strategies also the checkpoint.
+
+        Training continues if this fails: the error is kept in ``self._error``, and reported at the next save.
+        ``temporary`` is a directory to delete afterwards.
+        """
         message = f"Training in progress, step {step}"
-        # Folder in the repository, commit message, and patterns of files to leave out; "" is the top level, which has
-        # only the model.
-        uploads = [("", message, [*_RESUME_FILES, *self._ignored])]
-        folder_names = {"checkpoint": "last-checkpoint", "all_checkpoints": os.path.basename(checkpoint)}
-        if self._strategy in folder_names:
-            uploads.append((folder_names[self._strategy], f"{message}, checkpoint", self._ignored))
+        uploads = [_Upload("", message, ignored_files=[*_RESUME_FILES, *self._ignored])]
+        if self._strategy == "checkpoint":
+            uploads.append(_Upload("last-checkpoint", f"{message}, checkpoint", self._ignored))
+        elif self._strategy == "all_checkpoints":
+            uploads.append(_Upload(os.path.basename(checkpoint), f"{message}, checkpoint", self._ignored))
+
         try:
-            for folder, commit_message, ignored in uploads:
+            for upload in uploads:
                 self._api.upload_folder(
                     repo_id=self.repo,
                     folder_path=checkpoint,
-                    path_in_repo=folder,
-                    commit_message=commit_message,
-                    ignore_patterns=ignored,
+                    path_in_repo=upload.folder,
+                    commit_message=upload.commit_message,
+                    ignore_patterns=upload.ignored_files,
                 )
-        except Exception as error:  # reported at the next save, and at the end
+        except Exception as error:  # an upload may fail in many ways
             self._error = error
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -321,19 +321,27 @@ class Inputs:
         batch_shape: BatchShape,
         shared: SharedPrefixes | None,
         towers: TowerWork | None,
-        untrained: Int64Array | None = None,
+        samples: Int64Array | None = None,
     ) -> EpochPlan:
-        """Plan all samples, or those at ``untrained``, (M,), ascending; ``shared`` and ``towers`` are of these."""
+        """Plan the packs and steps of an epoch without a mixture.
+
+        Args:
+            shared: prefixes that these samples have in common, computed once; None to compute each sample in full.
+            towers: FLOPs to encode the images, videos and sounds of these samples.
+            samples: their positions in the caches, (M,), ascending; None for all.
+        """
+        trees = None if shared is None else shared.trees
+        media_tokens = self.media_tokens if shared is None else shared.media_tokens
         return plan_epoch(
             self.lengths,
             self.targets,
             self._options_for(batch_shape),
             seed=self.config.seed,
             epoch=epoch,
-            media_tokens=self.media_tokens if shared is None else shared.media_tokens,
+            media_tokens=media_tokens,
             towers=towers,
-            trees=None if shared is None else shared.trees,
-            samples=untrained,
+            trees=trees,
+            samples=samples,
         )
 
     def plan_mixture(
@@ -362,12 +370,17 @@ class Inputs:
     def assign(
         self, packs: PackPlan, batch_shape: BatchShape, *, keeps_steps: bool = False, num_packs: int | None = None
     ) -> EpochPlan:
-        """Assign existing packs to steps and ranks; options are as for ``assign_packs``."""
+        """Assign packs to optimizer steps, and to the micro-batches and ranks of ``batch_shape``.
+
+        ``keeps_steps`` and ``num_packs`` are options of ``assign_packs``: packs stay in their steps; an epoch has as
+        many steps as for ``num_packs`` packs.
+        """
         media_tokens, towers, trees = self.media_tokens, self.towers, None
         if self.shared is not None and self.plans_trees_per_epoch:
-            # ``self.shared`` has the trees of the first epoch, and these packs may have others.
-            shared = self.shared.in_packs(packs)
-            media_tokens, towers = shared.media_tokens, shared.towers(self.cost, self.targets)
+            # Epochs differ in the groups of samples that share prefixes; those of ``self.shared`` are of the first.
+            shared_in_packs = self.shared.in_packs(packs)
+            media_tokens = shared_in_packs.media_tokens
+            towers = shared_in_packs.towers(self.cost, self.targets)
         elif self.shared is not None:
             trees = self.shared.trees
         return assign_packs(
@@ -403,12 +416,15 @@ class Inputs:
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)
 
     def state(self, batch_shape: BatchShape) -> RunState:
-        """The state of a new run with these inputs, to compare with those of checkpoints."""
-        config, reader = self.for_training.config, self.for_training.reader
-        plan_fingerprint, steps_fingerprint = self.fingerprints(batch_shape)
+        """Return the state of a new run at step 0, with everything that a checkpoint must have in common with it.
+
+        ``batch_shape``: numbers of ranks, micro-batches and packs of a step.
+        """
+        config, _, reader = self.for_training
+        packs_fingerprint, steps_fingerprint = self.fingerprints(batch_shape)
         return RunState.of(
             config,
-            plan=plan_fingerprint,
+            plan=packs_fingerprint,
             steps=steps_fingerprint,
             cache=reader.fingerprint,
             max_length=self.options.max_length,
@@ -485,19 +501,25 @@ class Inputs:
         return EpochToResume(count_samples, self.options.max_length, stage=None)
 
     def _stage_epoch_to_resume(self, ledger: Ledger, batch_shape: BatchShape) -> EpochToResume:
-        """Find the epoch in which a run with stages resumes with changed data."""
+        """Find the epoch in which a run with stages resumes with changed data.
+
+        Stages are trained one after the other, each with its own mixture of samples. Each starts a new epoch, of which
+        it may train only a part. ``ledger`` is that of the checkpoint, with the stage and epoch of the next step.
+        """
         number = self._stage_at(ledger)
         stage = self.stages[number]
-        begins_stage = True
         first_epoch = ledger.epoch
-        if ledger.stage is not None and ledger.stage[0] == number:
-            begins_stage = False
-            first_epoch = ledger.stage[1]
+        begins_stage = True
+        if ledger.stage is not None:
+            ledger_stage, ledger_first_epoch = ledger.stage
+            if ledger_stage == number:
+                first_epoch = ledger_first_epoch
+                begins_stage = False
 
         def count_samples(before_epoch: Int64Array, in_epoch: Int64Array) -> Int64Array:
             mixture = stage.mixture
             assert mixture is not None, "every stage has a mixture"
-            if ledger.epoch == first_epoch:  # a stage may train only a part of its first epoch
+            if ledger.epoch == first_epoch:
                 mixture = mixture.partial_epoch(self._first_fraction(number, batch_shape), before_epoch)
             # Before a stage begins, the counts in this epoch are those of another stage.
             trained_by_stage = np.zeros_like(in_epoch) if begins_stage else in_epoch

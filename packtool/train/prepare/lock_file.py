@@ -44,15 +44,18 @@ _MAX_SHOWN = 20  # differences in an error
 _SHOWN_DIGITS = 12  # of a SHA-256
 
 
-def lock_of(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
-    """Return the content of a lock file: sections, each with values by name."""
+def lock_file_content(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
+    """Return everything that determines the steps of a run, for a lock file: sections, each with values by name.
+
+    A later run with the same content trains the same steps. ``batch_shape``: numbers of ranks and micro-batches.
+    """
     config, reader, files = inputs.config, inputs.reader, inputs.files
     assert reader is not None, "a lock file needs caches"
     if files is None:
         raise ConfigError(
             "packtool plan --lock: the model of the caches cannot be read here", "Give --model.", code="M001"
         )
-    lock: dict[str, Any] = {
+    content: dict[str, Any] = {
         "format": _FORMAT,
         "versions": {"packtool": VERSION, "python": platform.python_version(), **_versions(_PACKAGES)},
         "kernels": _versions(_KERNEL_PACKAGES),
@@ -62,8 +65,8 @@ def lock_of(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
         "plan": _plan_values(inputs, batch_shape),
     }
     if config.mix is not None:
-        lock["mix"] = hashlib.sha256(storage.read_bytes(config.mix)).hexdigest()
-    return lock
+        content["mix"] = hashlib.sha256(storage.read_bytes(config.mix)).hexdigest()
+    return content
 
 
 def _plan_values(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def read_lock(path: str) -> dict[str, Any]:
 def check_locked(path: str, inputs: Inputs, batch_shape: BatchShape) -> None:
     """Raise a MismatchError with every difference between a run and its lock file."""
     locked = dict(_flat_values("", read_lock(path)))
-    present = dict(_flat_values("", lock_of(inputs, batch_shape)))
+    present = dict(_flat_values("", lock_file_content(inputs, batch_shape)))
     if not any(_is_weight(name) for name in locked):  # written before the weights were downloaded
         present = {name: value for name, value in present.items() if not _is_weight(name)}
     names = sorted(name for name in locked.keys() | present.keys() if locked.get(name) != present.get(name))

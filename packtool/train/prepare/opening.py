@@ -117,7 +117,11 @@ def _exported_scale(manifest: Manifest) -> str:
 
 
 def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
-    """The reason why a cache cannot be trained with another loss scale; None if it can."""
+    """Return the reason why a cache cannot be trained with another loss scale than that of its export; None if it can.
+
+    A loss scale says which tokens are targets, and with which weights. A cache has the tokens and the targets of its
+    export, but not the texts. ``processor_writes_text``: the model's own processor made the tokens.
+    """
     exported_scale = _exported_scale(manifest)
     requested, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
     if _trains_shared_tokens(manifest, requested.base):
@@ -161,18 +165,22 @@ def _trains_shared_tokens(manifest: Manifest, base: Base) -> bool:
 
 
 def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> Inputs:
-    """Open the caches of a training run, check that they fit its model and options, and prepare their plans."""
+    """Open the caches of a training run, check that they fit its model and options, and prepare its plans.
+
+    ``preview_inputs`` are those of ``packtool plan``, if it ran before: plans that are the same are not made again.
+    """
     files = ModelFiles.load(config.model)
-    directories, recipe = named_sources(config)
+    directories, recipe = named_sources(config)  # a recipe tells how to mix several caches
     if config.mix is not None:  # the recipe names the caches
         config = dataclasses.replace(config, cached_dataset=directories)
     reader = open_caches(directories, config, files)
-    config, evaluation_notes = with_evaluation(config, reader)
+    config, evaluation_messages = with_evaluation(config, reader)
     files = with_cache_template(reader, files)
     if recipe is not None:
         check_sources(reader, recipe, files)
+
     target_choices = choices_of_targets(reader, files, config.loss_scale, recipe)
-    saved_plan = _fitting_plan(config, reader)
+    saved_plan = _fitting_plan(config, reader)  # of --plan
     inputs = _make_inputs(
         config,
         _training_options(config, reader, saved_plan),
@@ -183,7 +191,7 @@ def open_to_train(config: TrainConfig, preview_inputs: Inputs | None = None) -> 
         targets=_target_tokens(reader, target_choices),
         target_choices=target_choices,
         saved_plan=saved_plan,
-        notes=(*_web_media_warning(config, reader), *evaluation_notes),
+        notes=(*_web_media_warning(config, reader), *evaluation_messages),
     )
     return inputs.prepared() if preview_inputs is None else inputs.prepared_with(preview_inputs)
 
@@ -268,15 +276,19 @@ def _make_inputs(
     files: ModelFiles | None,
     **fields: Any,
 ) -> Inputs:
-    """Make ``Inputs`` with the costs of the model, or of an 8B model if ``files`` is None."""
-    model = MODEL_PRESETS["8b"] if files is None else files.config
+    """Make the ``Inputs`` of plans, with the costs of the model, or of an 8B model if ``files`` is None.
+
+    ``reader`` is None for a file of lengths. ``fields`` are further ones of ``Inputs``.
+    """
+    model_config = MODEL_PRESETS["8b"] if files is None else files.config
+    hardware = read_hardware(config.hardware)
     return Inputs(
         config=config,
-        options=with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type),
+        options=with_costs(options, model_config, config, hardware, config.sequence_parallel_type),
         reader=reader,
         media_tokens=None if reader is None else reader.index.media_tokens,
         recipe=recipe,
-        model=model,
+        model=model_config,
         files=files,
         sequence_parallel_size=config.sequence_parallel_ranks,
         **fields,
@@ -284,23 +296,28 @@ def _make_inputs(
 
 
 def plan_options(config: PlanConfig | TrainConfig, *, max_length: int, world_size: int) -> PlanOptions:
-    """The options of the planner, for samples of up to ``max_length`` tokens and ``world_size`` data-parallel ranks."""
-    skrull = None
+    """Select the options of the planner from those of a command.
+
+    Args:
+        max_length: maximum tokens of a sample; also of a pack without ``--packing-length``.
+        world_size: number of data-parallel ranks; ranks that share a sequence count as one.
+    """
+    skrull_options = None
     if config.schedule == "skrull":
         if config.bucket_tokens is None:
             remedy = "Give a number of tokens, as in --bucket-size 8192."
             raise ConfigError("--bucket-size auto is decided by packtool train, and not known here.", remedy)
         num_sharing = config.sequence_parallel_ranks  # ranks that share a sequence
-        skrull = SkrullOptions(
+        skrull_options = SkrullOptions(
             bucket_size=config.bucket_tokens,
             sequence_parallel_size=num_sharing,
             alignment=2 * num_sharing,  # zigzag gives each rank an early and a late part of a sharded sequence
         )
-    return part_of(  # the other options are fields of the same names
+    return part_of(  # takes all other options from the fields of ``config`` with the same names
         PlanOptions,
         config,
         max_length=max_length,
         packing_length=config.packing_length or max_length,
         world_size=world_size,
-        skrull=skrull,
+        skrull=skrull_options,
     )

@@ -195,7 +195,10 @@ def refuse_other_run(config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
-    """Create and lock the output directory in the first process of a run; a dry run only checks that no run uses it.
+    """Create the output directory, and lock it so that no other run can use it; only in the first process of a run.
+
+    A dry run creates nothing, and only checks that no run uses the directory. On exit, new directories that are still
+    empty are removed.
 
     Yields:
         the settings, in the first process with the new folder of ``--add-version`` as their output directory; and the
@@ -210,20 +213,22 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
     if not world.is_first:
         yield config, None
         return
-    new_directories = _missing_directories(config.output_dir)
+
+    new_directories = _missing_directories(config.output_dir)  # innermost first
     try:
         os.makedirs(config.output_dir, exist_ok=True)
         if config.add_version:
             config = dataclasses.replace(config, output_dir=_new_version(config.output_dir))
-            new_directories.insert(0, config.output_dir)  # the innermost one is removed first
+            new_directories.insert(0, config.output_dir)
     except OSError as error:
         raise StorageError(f"--output-dir {config.output_dir} cannot be created: {error.strerror}", _REMEDY) from error
+
     try:
         with DirectoryLock(os.path.abspath(config.output_dir), what="training") as lock:
             yield config, lock
     finally:
         for directory in new_directories:
-            with contextlib.suppress(OSError):  # it stays if it has files
+            with contextlib.suppress(OSError):  # cannot be removed unless it is empty
                 os.rmdir(directory)
 
 

@@ -59,25 +59,22 @@ def sequence_parallel_lines(world: World, axes: Axes) -> Iterator[str]:
 
 
 def deepspeed_settings(name: str) -> dict[str, Any]:
-    """Return DeepSpeed's settings by name, or from a JSON file with this path.
+    """Return the settings of DeepSpeed that ``--deepspeed`` names: ``zero2``, ``zero3_offload``, or a JSON file.
 
-    The name ``zeroN``, for N from 0 to 3, shards optimizer states (from 1 on), gradients (from 2) and weights (3).
-    ``zeroN_offload`` also keeps optimizer states, and with 3 weights, in the machine's memory.
+    The number is the stage of ZeRO, 0 to 3: what the ranks shard. From 1 on, these are optimizer states, from 2 on
+    gradients, and with 3 weights. ``_offload`` keeps optimizer states, and with 3 weights, in the machine's memory.
     """
-    match = re.fullmatch(r"zero([0-3])(_offload)?", name)
-    if match is None:
-        try:
-            with open(name, encoding="utf-8") as file:
-                return dict(load_json(file.read()))
-        except (OSError, ValueError, TypeError) as error:
-            remedy = "Give zero0, zero1, zero2, zero3, or a JSON file of DeepSpeed's settings."
-            raise ConfigError(f"--deepspeed {name}: {error}", remedy) from error
-    stage, offload = int(match[1]), match[2] is not None
+    preset = re.fullmatch(r"zero([0-3])(_offload)?", name)
+    if preset is None:
+        return _read_deepspeed_settings(name)
+    stage = int(preset[1])
+    offload = preset[2] is not None
     if offload and stage < 2:
         raise ConfigError(f"--deepspeed {name}: only zero2 and zero3 can be offloaded")
     return {
         "zero_optimization": _zero_settings(stage, offload=offload),
         "zero_allow_untested_optimizer": True,
+        # transformers fills in the following from the options of the run.
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
         "gradient_accumulation_steps": "auto",
@@ -85,6 +82,15 @@ def deepspeed_settings(name: str) -> dict[str, Any]:
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
     }
+
+
+def _read_deepspeed_settings(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(load_json(file.read()))
+    except (OSError, ValueError, TypeError) as error:
+        remedy = "Give zero0, zero1, zero2, zero3, or a JSON file of DeepSpeed's settings."
+        raise ConfigError(f"--deepspeed {path}: {error}", remedy) from error
 
 
 def _zero_settings(stage: int, *, offload: bool) -> dict[str, Any]:

@@ -92,9 +92,15 @@ class Preview:
         return str(name)
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
-        """All figures by name, as JSON has them; GPUs reach the fraction ``mfu`` of their ``tflops``."""
+        """Return all figures of the schedule by name, as ``packtool plan --json`` prints them.
+
+        With ``tflops``, the peak TFLOP/s of a GPU, they include the estimated hours of the run. ``mfu`` is the fraction
+        of the peak that training reaches (model FLOPs utilization).
+        """
         summary = self.plan.summary
         assert summary.balance is not None, "a preview plans with costs"
+        skrull_figures = None if summary.skrull is None else summary.skrull.figures(summary.num_tokens)
+        cache_fingerprint = None if self.inputs.reader is None else self.inputs.reader.fingerprint
         figures: dict[str, Any] = {
             **self._sample_figures(),
             **self._pack_figures(),
@@ -104,17 +110,18 @@ class Preview:
             "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
             "balance": summary.balance.figures(),
-            "skrull": None if summary.skrull is None else summary.skrull.figures(summary.num_tokens),
+            "skrull": skrull_figures,
             "shared_prefixes": self._shared_figures(),
             "sources": self.source_figures,
             "stages": self.timeline.figures() or None,
             "flops_per_epoch": summary.balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
-            "cache_fingerprint": None if self.inputs.reader is None else self.inputs.reader.fingerprint,
+            "cache_fingerprint": cache_fingerprint,
         }
         if tflops is not None:
-            figures["hours"] = self._slowest_flops() / (tflops * 1e12 * mfu) / 3600
+            flops_per_second = tflops * 1e12 * mfu
+            figures["hours"] = self._slowest_flops() / flops_per_second / 3600
         return figures
 
     def _sample_figures(self) -> dict[str, Any]:
@@ -195,9 +202,12 @@ class Preview:
         }
 
     def _padded_plan(self, batch_size: int) -> EpochPlan:
-        """Plan the first epoch in padded batches; of many samples, only every n-th one."""
-        inputs = self.first_inputs
-        options = PlanOptions(
+        """Plan the first epoch without packing, to compare its padding with that of the packed plan.
+
+        Each batch has ``batch_size`` samples, padded to the length of the longest one. Of very many samples, only every
+        n-th one is planned: the fraction of padding stays about the same. An epoch of a mixture of sources is complete.
+        """
+        padded_options = PlanOptions(
             packing=False,
             shuffle=self.options.shuffle,
             balance="none",
@@ -207,11 +217,15 @@ class Preview:
             gradient_accumulation_steps=self.options.gradient_accumulation_steps,
             per_device_train_batch_size=batch_size,
         )
+        inputs = self.first_inputs
         seed = inputs.config.seed
         if inputs.mixture is not None:
-            return plan_mixture(inputs.mixture, options, seed=seed)
-        stride = math.ceil(self.plan.summary.num_samples / _MAX_PADDED_SAMPLES)
-        return plan_epoch(inputs.lengths[::stride], inputs.targets[::stride], options, seed=seed)
+            return plan_mixture(inputs.mixture, padded_options, seed=seed)
+
+        every = math.ceil(self.plan.summary.num_samples / _MAX_PADDED_SAMPLES)  # 1: all samples
+        lengths = inputs.lengths[::every]
+        target_tokens = inputs.targets[::every]
+        return plan_epoch(lengths, target_tokens, padded_options, seed=seed)
 
     @cached_property
     def counts_of_steps(self) -> Int64Array | None:
@@ -250,16 +264,20 @@ class Preview:
         return shared.line(self.inputs.cost, self.plan.summary.num_steps, self.summary_without_sharing.num_steps)
 
     def _shared_figures(self) -> dict[str, Any] | None:
-        """Savings by shared prefixes; None if there are none."""
+        """Return what computing shared prefixes once saves in an epoch, by name; None if no prefixes are shared.
+
+        A tree is a group of samples that share prefixes. A divided tree does not fit into one pack.
+        """
         shared = self.inputs.shared
         if shared is None:
             return None
-        tree_sizes = np.diff(shared.trees.offsets)
+        unshared_summary = self.summary_without_sharing
+        tree_sizes = np.diff(shared.trees.offsets)  # in samples
         tree_sizes = tree_sizes[tree_sizes > 1]  # a tree of one sample shares nothing
         divided_tree_figures = {}
         if self.divided_trees is not None:
-            steps = self.plan.steps.locations()[:, 0]  # of each pack
-            divided_tree_figures = self.divided_trees.figures(steps)
+            step_of_pack = self.plan.steps.locations()[:, 0]
+            divided_tree_figures = self.divided_trees.figures(step_of_pack)
         return {
             "num_trees": len(tree_sizes),
             "samples_per_tree": float(tree_sizes.mean()),
@@ -269,16 +287,20 @@ class Preview:
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
             "tower_work_share_saved": shared.tower_work_saved(self.inputs.cost),
-            "packs_without": self.summary_without_sharing.num_packs,
-            "steps_without": self.summary_without_sharing.num_steps,
+            "packs_without": unshared_summary.num_packs,
+            "steps_without": unshared_summary.num_steps,
         }
 
     def save(self, path: str) -> None:
-        """Write a plan file: packs for ``packtool train --plan``, and steps of the first epoch for other readers."""
+        """Write a plan file, from which ``packtool train --plan`` takes its packs.
+
+        The file also has the step, rank and micro-batch of each sample in the first epoch, for other readers.
+        """
         reader = self.inputs.reader
         assert reader is not None, "--save needs caches"
-        # The file has the packs of one epoch, so their fingerprint is without the mixture that draws the epochs.
+        # The fingerprint of packs includes the mixture that draws each epoch. The file has packs of one epoch only.
         packs = dataclasses.replace(self.plan.full_packs, mixture="")
+        tree_placement = "" if self.divided_trees is None else self.divided_trees.placement
         plan = SavedPlan(
             samples=packs.samples,
             offsets=packs.offsets,
@@ -291,7 +313,7 @@ class Preview:
             cache=reader.fingerprint,
             plan=packs.fingerprint,
             num_cached=len(reader),
-            parts="" if self.divided_trees is None else self.divided_trees.placement,
+            parts=tree_placement,
         )
         write_plan(path, plan)
 
@@ -314,26 +336,31 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
 
 
 def resumed_figures(config: PlanConfig) -> dict[str, Any]:
-    """Preview how a run would resume with the caches or the recipe of ``config``, if any; return figures by name."""
+    """Return figures, by name, of the rest of a run if it were resumed now from ``config.resume``; trains nothing.
+
+    The run takes the caches or the recipe of ``config`` if there are any, as with ``--data-change allow``. Steps are
+    numbered from 0; ``step`` is the first one after the checkpoint.
+    """
     run = _resumed_run(config)
     checkpoint = run.resume_point.checkpoint
     assert checkpoint is not None, "the run resumes from one"
-    timeline, num_steps_done = run.caches.timeline, run.start
-    epoch_span = timeline.span_at(num_steps_done)
-    step_in_epoch = num_steps_done - epoch_span.first_step
-    samples_left = epoch_span.plan.samples_of(step_in_epoch, epoch_span.num_steps)
+    timeline = run.caches.timeline
+    num_steps_done = run.start
+    epoch_steps = timeline.span_at(num_steps_done)  # steps of the current epoch
+    num_epoch_steps_done = num_steps_done - epoch_steps.first_step
+    samples_left = epoch_steps.plan.samples_of(num_epoch_steps_done, epoch_steps.num_steps)
     return {
         "checkpoint": checkpoint,
         "step": num_steps_done,
-        "epoch": epoch_span.epoch,
-        "steps_left_in_epoch": epoch_span.stop_step - num_steps_done,
+        "epoch": epoch_steps.epoch,
+        "steps_left_in_epoch": epoch_steps.stop_step - num_steps_done,
         "steps_per_epoch": timeline.steps_per_epoch,
         "steps": timeline.num_steps,
         "steps_before": steps_planned(checkpoint),
         "world_size": run.world.data.size,
         "samples_left_in_epoch": len(samples_left),
         "data_changed": bool(run.changes),
-        "sources": [dataclasses.asdict(source) for source in run.changes],
+        "sources": [dataclasses.asdict(change) for change in run.changes],
         "stages": timeline.figures() or None,
     }
 

@@ -196,7 +196,10 @@ def _skrull_line(summary: PlanSummary, skrull: SkrullFigures) -> str:
 
 
 def _packing_lines(config: TrainConfig, timeline: Timeline, processes: str) -> Iterator[str]:
-    """Describe the packs and steps of a packed plan without Skrull; ``processes`` is text such as ``8 processes``."""
+    """Describe the packs of an epoch and the optimizer steps of the run, for the log; not with the scheduler Skrull.
+
+    ``processes`` is text such as ``8 processes``.
+    """
     summary = timeline.first_plan.summary
     num_steps = timeline.num_steps
     yield (
@@ -205,18 +208,20 @@ def _packing_lines(config: TrainConfig, timeline: Timeline, processes: str) -> I
     )
     fill_text = f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
     if config.samples_per_step is not None:
-        yield f"packs: {summary.num_packs:,}, {fill_text} (free space is not computed)"
         batch_clause = fixed_batch_clause(summary, timeline.first_plan.steps)
+        yield f"packs: {summary.num_packs:,}, {fill_text} (free space is not computed)"
         yield f"optimizer steps: {num_steps:,}, as without packing; {batch_clause}"
         return
+
     yield f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), {fill_text}"
-    if last := last_step_line(timeline):
-        yield last
+    last_step = last_step_line(timeline)
+    if last_step is not None:
+        yield last_step
     num_unpacked_steps = timeline.num_steps_without_packing()
-    saved = 1 - num_steps / num_unpacked_steps
+    saved_fraction = 1 - num_steps / num_unpacked_steps
     yield (
         f"optimizer steps: {num_steps:,} with packing, {num_unpacked_steps:,} with one sample per row "
-        f"({saved:.0%} fewer)"
+        f"({saved_fraction:.0%} fewer)"
     )
     yield from _batch_lines(config, timeline)
 

@@ -37,7 +37,7 @@ from packtool.planning.ledger import (
 )
 from packtool.planning.pack_plan import Int64Array
 from packtool.train.prepare.checkpoint import Assignment, RunState, check_resumable, steps_planned
-from packtool.train.prepare.history import begin_ledger, history_of, ledger_of_plan, origins_path, read_ledger
+from packtool.train.prepare.history import begin_ledger, history_directory, ledger_of_plan, origins_path, read_ledger
 from packtool.train.prepare.inputs import EpochToResume, Inputs
 from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.timeline import Timeline
@@ -74,23 +74,29 @@ def _match_counts(
     new_caches: Sequence[int],
     history_dir: str,
 ) -> MatchedCounts:
-    """Transfer training counts of removed caches to the same samples of new caches.
+    """Transfer training counts from removed caches to new caches that have the same samples.
 
-    ``removed_now`` are caches removed since the checkpoint; ``new_caches`` are numbers of caches in ``reader``.
+    ``removed_now`` are caches removed since the checkpoint; those removed earlier are in ``ledger``. ``new_caches`` are
+    numbers of caches in ``reader``. ``history_dir`` has records of the run's earlier caches.
     """
     removed_earlier = _retired_with_counts(ledger)
     removed = [*removed_now, *removed_earlier]
     if not new_caches or not removed:
         return _unmatched_counts(removed, reader, new_caches)
-    candidates = _find_candidates(removed_now, removed_earlier)
+
+    # The samples of the removed caches are numbered consecutively, one cache after the other.
+    candidates = _find_candidates(removed_now, removed_earlier)  # (K,), sorted
     matches = _match_samples(removed, candidates, reader, new_caches, history_dir)
+
     before_epoch = concatenate_counts([source.before for source in removed])[candidates]
     in_epoch = concatenate_counts([source.epoch for source in removed])[candidates]
     new_counts = {cache: NewCacheCounts.of(matched, before_epoch, in_epoch) for cache, matched in matches.items()}
-    ends = np.cumsum([source.num for source in removed])
-    is_gone = np.zeros(ends[-1], np.bool_)
+
+    stops = np.cumsum([source.num for source in removed])  # the number after the last sample of each cache
+    is_gone = np.zeros(stops[-1], np.bool_)
     is_gone[candidates] = _has_no_match(matches)
-    return MatchedCounts(new_counts, np.split(is_gone, ends[:-1]))
+    is_gone_by_cache = np.split(is_gone, stops[:-1])
+    return MatchedCounts(new_counts, is_gone_by_cache)
 
 
 def _retired_with_counts(ledger: Ledger) -> list[SourceLedger]:
@@ -121,17 +127,28 @@ def _match_samples(
     new_caches: Sequence[int],
     history_dir: str,
 ) -> dict[int, Match]:
-    """Match the K ``candidates`` of removed caches with each new cache: by file and row, and the others by content."""
+    """Find the samples that a new cache and the removed caches have in common, for each new cache by its number.
+
+    Samples are the same if they are the same row of equal files, or else if their contents are equal.
+
+    Args:
+        candidates: samples to find, (K,): their numbers among the samples of all removed caches.
+        history_dir: has records of the run's earlier caches.
+    """
     old_origins = [_old_origins(source, history_dir) for source in removed]
     new_origins = {cache: read_origins(reader, cache) for cache in new_caches}
     removed_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)
-    old_row_keys = removed_keys[:, candidates]
-    row_matches = {cache: match(old_row_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
-    unmatched = np.flatnonzero(_has_no_match(row_matches))
-    if not len(unmatched) or not any(matched.is_new.any() for matched in row_matches.values()):
+    candidate_keys = removed_keys[:, candidates]
+    row_matches = {cache: match(candidate_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+
+    # Compare contents only if necessary, because this reads samples.
+    unmatched = np.flatnonzero(_has_no_match(row_matches))  # indices of ``candidates``
+    any_new_sample = any(row_match.is_new.any() for row_match in row_matches.values())
+    if len(unmatched) == 0 or not any_new_sample:
         return row_matches
+
     old_keys = _content_keys_of_removed(removed, candidates[unmatched])
-    if old_keys is None:  # this matters only if files of rows have changed
+    if old_keys is None:  # a removed cache cannot be read, which matters only if files of rows have changed
         _check_rows_unchanged(removed, old_origins, new_origins)
         return row_matches
     return {cache: _add_content_matches(row_matches[cache], unmatched, old_keys, reader, cache) for cache in new_caches}
@@ -291,26 +308,42 @@ def change_lines(change: DataChange, sources: Sequence[SourceChange], steps_left
     )
 
 
-def with_changed_data(
-    ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history_dir: str
+def ledger_for_new_caches(
+    saved_ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history_dir: str
 ) -> tuple[Ledger, tuple[SourceChange, ...]]:
-    """Return the ledger of a run that resumes with other caches, and the change of each cache, removed ones last."""
-    saved_sources, removed_now = _pair_caches(ledger.sources, reader)
-    new_caches = [cache for cache, saved_source in enumerate(saved_sources) if saved_source is None]
-    matched = _match_counts(ledger, removed_now, reader, new_caches, history_dir)
-    sources = _current_ledgers(reader, saved_sources, matched, ledger.retired)
+    """Return the ledger of a run that resumes with other caches, and how each cache has changed.
+
+    A ledger counts how often each sample was trained. New caches inherit the counts of removed caches for the samples
+    that they have in common, so that these are not repeated in this epoch.
+
+    Args:
+        saved_ledger: that of the checkpoint, with the caches of that time.
+        reader: the caches to resume with.
+        epoch: the epoch of the next step, with the number of times that it trains each sample.
+        history_dir: has records of the run's earlier caches.
+
+    Returns:
+        The changes are in the order of the caches in ``reader``; removed caches are last.
+    """
+    saved_sources, removed = _pair_caches(saved_ledger.sources, reader)  # None for a new cache
+    new_caches = [number for number, saved_source in enumerate(saved_sources) if saved_source is None]
+    matched = _match_counts(saved_ledger, removed, reader, new_caches, history_dir)
+
+    sources = _current_ledgers(reader, saved_sources, matched, saved_ledger.retired)
     remaining_counts = _remaining_counts(reader, sources, epoch)
     new_ledger = dataclasses.replace(
-        ledger,
+        saved_ledger,
         sources=tuple(sources),
-        retired=_retired_ledgers(ledger, removed_now, matched.is_gone, reader),
-        change=_data_change(ledger, sources, remaining_counts, epoch.stage),
+        retired=_retired_ledgers(saved_ledger, removed, matched.is_gone, reader),
+        change=_data_change(saved_ledger, sources, remaining_counts, epoch.stage),
         stage=epoch.stage,
     )
+
     num_remaining = _num_remaining(reader, remaining_counts, epoch.max_length)
-    changes = _current_changes(sources, saved_sources, matched, ledger.retired, num_remaining)
-    for source, is_gone in zip(removed_now, matched.is_gone, strict=False):  # masks of earlier ones follow
-        changes.append(_removal(source, is_gone))
+    changes = _current_changes(sources, saved_sources, matched, saved_ledger.retired, num_remaining)
+    is_gone_by_cache = matched.is_gone[: len(removed)]  # caches removed before the checkpoint follow
+    for removed_source, is_gone in zip(removed, is_gone_by_cache, strict=True):
+        changes.append(_removal(removed_source, is_gone))
     return new_ledger, tuple(changes)
 
 
@@ -389,20 +422,24 @@ def _current_changes(
     retired: Sequence[SourceLedger],
     num_remaining: Sequence[int],
 ) -> list[SourceChange]:
-    """The change of each cache of a resumed run; ``num_remaining`` are the samples left to train in the epoch."""
+    """Describe how each current cache of a resumed run differs from the checkpoint.
+
+    ``saved_sources`` are the same caches in the checkpoint, None for those it did not have. ``retired`` are caches that
+    were removed before. ``num_remaining``: samples of each cache left to train in the epoch.
+    """
     changes = []
-    for number, source in enumerate(sources):
-        change = SourceChange(
-            source.directory, "as before", source.num, trained=source.epoch.num_rows, left=num_remaining[number]
+    for number, (source, saved_source) in enumerate(zip(sources, saved_sources, strict=True)):
+        status: SourceStatus = "as before"
+        num_new = 0
+        if saved_source is None and _find_source(retired, source.fingerprint) is not None:
+            status = "back"
+        elif saved_source is None:
+            num_new = matched.new[number].num_unmatched
+            status = "new" if num_new == source.num else "exported again"
+        num_trained = source.epoch.num_rows
+        changes.append(
+            SourceChange(source.directory, status, source.num, num_trained, left=num_remaining[number], new=num_new)
         )
-        if saved_sources[number] is None:
-            if _find_source(retired, source.fingerprint) is not None:
-                change = dataclasses.replace(change, fate="back")
-            else:
-                num_new = matched.new[number].num_unmatched
-                fate: SourceStatus = "new" if num_new == source.num else "exported again"
-                change = dataclasses.replace(change, fate=fate, new=num_new)
-        changes.append(change)
     return changes
 
 
@@ -435,81 +472,113 @@ class RunPosition:
     state: RunState
     ledger: Ledger
     changes: tuple[SourceChange, ...] = ()
-    notes: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
 
 def find_position(resume_point: ResumePoint, new_state: RunState, world: World, inputs: Inputs) -> RunPosition:
-    """Check that a run may resume, and find its position; ``new_state``: of a new run with these options and caches."""
-    checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
+    """Return the position at which a run begins: its first step, or the step of the checkpoint that it resumes.
+
+    ``new_state`` describes a new run with these options and caches. Raises a MismatchError if the checkpoint is of a
+    run with other options; its caches may differ with ``--data-change allow``.
+    """
+    checkpoint = resume_point.checkpoint
+    saved_state = resume_point.saved_state
     reader = inputs.for_training.reader
     if saved_state is None:
-        return RunPosition(Timeline.of(inputs, new_state.all_assignments), new_state, begin_ledger(reader))
+        timeline = Timeline.of(inputs, new_state.all_assignments)
+        return RunPosition(timeline, new_state, begin_ledger(reader))
     if checkpoint is None:
-        # The user of packtool.Batches keeps its state, and there is no ledger.
+        # The user of packtool.Batches keeps its state in a variable, so there is no checkpoint with a ledger.
         return _resume_with_same_data("this state", saved_state, new_state, inputs, begin_ledger(reader))
-    ledger = read_ledger(checkpoint)  # None in checkpoints of an older packtool
+
+    saved_ledger = read_ledger(checkpoint)  # None in checkpoints of an older packtool
     new_state.check_continues(
         checkpoint,
         saved_state,
         data_may_change=inputs.for_training.config.data_change == "allow",
-        cache_differences=() if ledger is None else cache_differences(ledger.sources, reader),
+        cache_differences=() if saved_ledger is None else cache_differences(saved_ledger.sources, reader),
     )
     check_resumable(checkpoint, world.rank, world.size)
     if new_state.has_same_data(saved_state):
-        return _resume_with_same_data(checkpoint, saved_state, new_state, inputs, ledger)
-    return _resume_with_changed_data(checkpoint, saved_state, new_state, inputs, ledger)
+        return _resume_with_same_data(checkpoint, saved_state, new_state, inputs, saved_ledger)
+    return _resume_with_changed_data(checkpoint, saved_state, new_state, inputs, saved_ledger)
 
 
 def _resume_with_same_data(
-    origin: str, saved_state: RunState, new_state: RunState, inputs: Inputs, ledger: Ledger | None
+    origin: str, saved_state: RunState, new_state: RunState, inputs: Inputs, saved_ledger: Ledger | None
 ) -> RunPosition:
-    """Resume with the caches of the checkpoint, possibly on another number of ranks; ``origin`` names it in notes."""
-    notes = []
-    pack_assignments = saved_state.all_assignments
+    """Return the position of a run that resumes with the caches of its checkpoint.
+
+    If the number of ranks has changed, the packs left in the epoch are assigned to the new ranks.
+
+    Args:
+        origin: name of the checkpoint in messages.
+        saved_ledger: training counts of all samples; None in checkpoints of an older packtool.
+    """
+    messages = []
+    # Each assignment of packs to ranks is valid from its step on.
+    assignments = saved_state.all_assignments
     if new_state.needs_reassignment(saved_state):
-        notes.append(
+        assignments = (*assignments, Assignment.of(saved_state.step, new_state.batch_shape))
+        messages.append(
             f"{origin} was trained by {saved_state.world_size} data-parallel ranks, and now there are "
             f"{new_state.world_size}: the remaining packs of its epoch are assigned to them"
         )
-        pack_assignments = (*pack_assignments, Assignment.of(saved_state.step, new_state.batch_shape))
-    last_data_change = None if ledger is None else ledger.change
-    timeline = Timeline.of(inputs, pack_assignments, last_data_change)
-    if ledger is None:
-        ledger = ledger_of_plan(timeline, saved_state.step)
-        notes.append(
-            f"{origin} is from an older packtool and has no ledger: trained samples are taken from its plan, "
-            "including any that --on-bad-media skip left out"
-        )
-    state = new_state.with_assignments(pack_assignments, saved_state.data_since)
-    return RunPosition(timeline, state, ledger, notes=tuple(notes))
+
+    last_data_change = None if saved_ledger is None else saved_ledger.change
+    timeline = Timeline.of(inputs, assignments, last_data_change)
+    state = new_state.with_assignments(assignments, saved_state.data_since)
+    if saved_ledger is not None:
+        return RunPosition(timeline, state, saved_ledger, messages=tuple(messages))
+
+    messages.append(
+        f"{origin} is from an older packtool and has no ledger: trained samples are taken from its plan, "
+        "including any that --on-bad-media skip left out"
+    )
+    return RunPosition(timeline, state, ledger_of_plan(timeline, saved_state.step), messages=tuple(messages))
 
 
 def _resume_with_changed_data(
     checkpoint: str, saved_state: RunState, new_state: RunState, inputs: Inputs, saved_ledger: Ledger | None
 ) -> RunPosition:
-    """Resume with changed data (``--data-change allow``): the rest of the epoch is planned again."""
+    """Return the position of a run that resumes with other training data than its checkpoint.
+
+    The rest of the current epoch is planned again with the new data, without samples that it has already trained.
+
+    Args:
+        saved_state: step and settings of the run in the checkpoint.
+        new_state: settings of a new run with the new data.
+        saved_ledger: how often the run has trained each sample; None in checkpoints of an older packtool.
+    """
     if saved_ledger is None:
         raise MismatchError(
             f"{checkpoint} is from an older packtool and has no ledger, so it is unknown which samples were trained",
             "Resume with its own caches until the next checkpoint, and change the data there.",
         )
-    step = saved_state.step
-    epoch_to_resume = inputs.epoch_to_resume(saved_ledger, new_state.batch_shape)
+    num_steps_done = saved_state.step
     reader = inputs.for_training.reader
-    ledger, cache_changes = with_changed_data(saved_ledger, reader, epoch_to_resume, history_of(checkpoint))
-    assert ledger.change is not None, "with_changed_data adds it"
-    pack_assignments = (Assignment.of(step, new_state.batch_shape),)  # earlier ones were of packs of the old data
-    timeline = Timeline.of(inputs, pack_assignments, ledger.change)
-    span = timeline.span_at(step)
-    notes = change_lines(
-        ledger.change,
-        cache_changes,
-        # After the last step of the ledger's epoch, the span is that of the next one.
-        steps_left=span.stop_step - step if span.epoch == ledger.epoch else 0,
-        run_end=_run_end(timeline, step, checkpoint),
-    )
-    state = new_state.with_assignments(pack_assignments, data_since=step)
-    return RunPosition(timeline, state, ledger, cache_changes, tuple(notes))
+    epoch = inputs.epoch_to_resume(saved_ledger, new_state.batch_shape)
+    ledger, cache_changes = ledger_for_new_caches(saved_ledger, reader, epoch, history_directory(checkpoint))
+
+    # Earlier assignments of packs to ranks were for packs of the old data.
+    new_assignment = Assignment.of(num_steps_done, new_state.batch_shape)
+    timeline = Timeline.of(inputs, (new_assignment,), ledger.change)
+    state = new_state.with_assignments((new_assignment,), data_changed_at=num_steps_done)
+
+    messages = _change_messages(ledger, cache_changes, timeline, num_steps_done, checkpoint)
+    return RunPosition(timeline, state, ledger, cache_changes, messages)
+
+
+def _change_messages(
+    ledger: Ledger, changes: Sequence[SourceChange], timeline: Timeline, num_steps_done: int, checkpoint: str
+) -> tuple[str, ...]:
+    """Describe changed caches, and the rest of the run after ``num_steps_done`` steps."""
+    assert ledger.change is not None, "the data have changed"
+    next_steps = timeline.span_at(num_steps_done)  # the next step, and others of its epoch
+    is_in_same_epoch = next_steps.epoch == ledger.epoch
+    steps_left = next_steps.stop_step - num_steps_done if is_in_same_epoch else 0
+    run_end = _run_end(timeline, num_steps_done, checkpoint)
+    return tuple(change_lines(ledger.change, changes, steps_left, run_end))
 
 
 def _run_end(timeline: Timeline, step: int, checkpoint: str) -> str:

@@ -73,7 +73,9 @@ class Run:
         resume_point: ResumePoint | None = None,
         preview_inputs: Inputs | None = None,
     ) -> Run:
-        """Check that model, caches or rows, options and checkpoint fit, and plan the first epoch; takes seconds.
+        """Check that the model, the caches or rows, the options and the checkpoint fit, and plan the first epoch.
+
+        Takes seconds, because no weights are loaded. Every rank calls this, and gets the same plan.
 
         Args:
             resume_point: of a run on caches; None to find it by the options and the output directory.
@@ -89,12 +91,16 @@ class Run:
 
     @classmethod
     def _of_caches(cls, inputs: Inputs, world: World, resume_point: ResumePoint) -> Run:
-        """Find the position of a run on caches in its timeline, and plan its evaluations."""
+        """Make a run on caches: find the step at which it starts or resumes, and plan its evaluations.
+
+        ``resume_point`` is a checkpoint, or the beginning of a new run.
+        """
         config = inputs.for_training.config  # with defaults that depend on the caches
-        batch_shape = BatchShape.of(config, world.data.size)
+        batch_shape = BatchShape.of(config, world.data.size)  # numbers of ranks and micro-batches
         if config.locked is not None and world.is_first:
             check_locked(config.locked, inputs, batch_shape)
-        position = find_position(resume_point, inputs.state(batch_shape), world, inputs)
+        new_state = inputs.state(batch_shape)
+        position = find_position(resume_point, new_state, world, inputs)
         source = CachedSource(
             inputs=inputs,
             timeline=position.timeline,
@@ -103,7 +109,8 @@ class Run:
             figures=sample_figures(inputs, inputs.shared),
         )
         axes_by_size = _axes_by_size(inputs, position.timeline, world)
-        sharing_notes = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
+        axes = axes_by_size[world.sequence_parallel_size]  # how ranks share sequences, if they do
+        sharing_messages = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
         return cls(
             config=config,
             world=world,
@@ -111,27 +118,29 @@ class Run:
             state=position.state,
             resume_point=resume_point,
             axes_by_size=axes_by_size,
-            notes=(*sharing_notes, *inputs.notes, *resume_point.notes, *position.notes),
-            validation=validation_of(inputs, world, axes_by_size[world.sequence_parallel_size]),
+            notes=(*sharing_messages, *inputs.notes, *resume_point.notes, *position.messages),
+            validation=validation_of(inputs, world, axes),
             ledger=position.ledger,
             changes=position.changes,
         )
 
     @classmethod
     def _of_stream(cls, config: TrainConfig, world: World) -> Run:
-        """Make a run that encodes and packs rows while it trains; reads the first rows of the first files."""
-        source, state, notes = open_stream(config, world)
+        """Make a run that encodes and packs rows while it trains; reads only the first rows of the first files."""
+        source, state, messages = open_stream(config, world)
         resume_point = ResumePoint.of(config)
-        checkpoint, saved_state = resume_point.checkpoint, resume_point.saved_state
+        checkpoint = resume_point.checkpoint
+        saved_state = resume_point.saved_state
         if checkpoint is not None and saved_state is not None:
             state.check_continues(checkpoint, saved_state)
             check_resumable(checkpoint, world.rank, world.size)
             position = read_stream_state(checkpoint, world.data.rank)  # ranks that share sequences read the same rows
             source = dataclasses.replace(source, start=saved_state.step, start_position=position)
-        lengths = np.array([source.encode_spec.max_length])  # no sample is read yet, so all may be as long
+
+        max_length = source.encode_spec.max_length  # samples may be as long: none has been read yet
         if config.removes_padding:
-            refuse_stretched_positions(source.files.config, int(lengths[0]))
-        axes = axes_of(config, world, source.files, lengths, trained=True)
+            refuse_stretched_positions(source.files.config, max_length)
+        axes = axes_of(config, world, source.files, np.array([max_length]), trained=True)
         return cls(
             config=config,
             world=world,
@@ -139,7 +148,7 @@ class Run:
             state=state,
             resume_point=resume_point,
             axes_by_size={world.sequence_parallel_size: axes},
-            notes=(*notes, *resume_point.notes),
+            notes=(*messages, *resume_point.notes),
         )
 
     @property

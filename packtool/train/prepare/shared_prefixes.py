@@ -176,22 +176,29 @@ def find_shared_prefixes(
     max_media_tokens: int | None = None,
     limit: int | None = None,
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """Find the prefixes that samples share; None if they share none, and a message if ``--share-prefix`` calls for one.
+    """Find samples that begin with the same tokens, so that these prefixes can be computed once.
 
     Args:
         capacity: maximum tokens of a pack.
         max_length: maximum tokens of a sample; longer ones are left out.
         max_samples, max_media_tokens: maxima of a tree, which is a group of samples that share prefixes.
         limit: use only the first ``limit`` samples.
+
+    Returns:
+        The prefixes, or None to compute every sample in full; and a message for the user, if there is one.
     """
     if config.share_prefix == "false":
         return None, None
-    recorded = _recorded_prefixes(reader, is_required=config.share_prefix == "true")
+    recorded_prefixes = _recorded_prefixes(reader, is_required=config.share_prefix == "true")
     lengths = reader.index.length[:limit]
-    if recorded is None or not _can_be_packed(lengths, capacity, max_length):
+    num_samples = len(lengths)
+    if recorded_prefixes is None or not _can_be_packed(lengths, capacity, max_length):
         return None, None
-    prefixes = _planner_prefixes(recorded, len(lengths))
-    prefix_media_tokens = recorded.prefixes.media_tokens[: len(prefixes.lengths)]
+
+    prefixes = _planner_prefixes(recorded_prefixes, num_samples)
+    num_prefixes = len(prefixes.lengths)
+    sample_media_tokens = reader.index.media_tokens[:num_samples]
+    prefix_media_tokens = recorded_prefixes.prefixes.media_tokens[:num_prefixes]
     trees = plan_trees(
         lengths,
         prefixes,
@@ -199,10 +206,11 @@ def find_shared_prefixes(
         min_shared=MIN_SHARED,
         max_length=max_length,
         max_samples=max_samples,
-        media_tokens=(reader.index.media_tokens[: len(lengths)], prefix_media_tokens),
+        media_tokens=(sample_media_tokens, prefix_media_tokens),
         max_media_tokens=max_media_tokens,
     )
-    return decide_sharing(config, model, [SharedPrefixes(reader.index, recorded, trees)])
+    shared_prefixes = SharedPrefixes(reader.index, recorded_prefixes, trees)
+    return decide_sharing(config, model, epochs=[shared_prefixes])
 
 
 def _can_be_packed(lengths: npt.NDArray[np.integer[Any]], capacity: int, max_length: int | None) -> bool:
@@ -215,25 +223,34 @@ def _can_be_packed(lengths: npt.NDArray[np.integer[Any]], capacity: int, max_len
 def decide_sharing(
     config: SharingOptions, model: Mapping[str, Any], epochs: Sequence[SharedPrefixes]
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """Return the prefixes of the first of ``epochs`` if sharing saves enough in all; else None, and maybe a message."""
-    conflicts = conflicts_of_sharing(config, model)
+    """Decide whether samples share prefixes, by ``--share-prefix`` and by the tokens that this saves in ``epochs``.
+
+    Returns:
+        The prefixes of the first epoch, or None to compute every sample in full; and a message for the user, if there
+        is one.
+    """
+    conflicting_options = conflicts_of_sharing(config, model)
     is_required = config.share_prefix == "true"
-    num_shared = sum(each.trees.num_shared_tokens for each in epochs)
-    if not num_shared:
+    num_shared_tokens = sum(epoch.trees.num_shared_tokens for epoch in epochs)
+    if num_shared_tokens == 0:
         message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
         return None, message if is_required else None
-    if is_required:  # options that exclude sharing were refused
+    if is_required:  # conflicting options were refused
         return epochs[0], None
-    saved = num_shared / sum(each.num_tokens_without_sharing for each in epochs)
-    if saved > MIN_SAVING:
-        if not conflicts:
-            return epochs[0], None
-        message = f"{saved:.0%} of the tokens could be saved, but each sample is computed in full"
-        return None, f"shared prefixes: {message}: that cannot be combined with {conflicts[0]}"
-    if conflicts or saved < _MIN_MENTIONED_SAVING:
+
+    num_tokens = sum(epoch.num_tokens_without_sharing for epoch in epochs)
+    saved_fraction = num_shared_tokens / num_tokens
+    if saved_fraction > MIN_SAVING and not conflicting_options:
+        return epochs[0], None
+    if saved_fraction > MIN_SAVING:
+        return None, (
+            f"shared prefixes: {saved_fraction:.0%} of the tokens could be saved, but each sample is computed in full: "
+            f"that cannot be combined with {conflicting_options[0]}"
+        )
+    if conflicting_options or saved_fraction < _MIN_MENTIONED_SAVING:
         return None, None
     return None, (
-        f"shared prefixes: {saved:.1%} of the tokens could be saved, too few to be worth it: each sample "
+        f"shared prefixes: {saved_fraction:.1%} of the tokens could be saved, too few to be worth it: each sample "
         "is computed in full; --share-prefix true shares them anyway"
     )
 

@@ -176,12 +176,16 @@ def _unchanged(sample: EncodedSample) -> EncodedSample:
 
 
 def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunState, list[str]]:
-    """Open a stream, check model, options and first rows, and return the source, its state and notes for the user."""
+    """Open the rows of a run that encodes and packs them while it trains; check the model, options and first rows.
+
+    Returns:
+        The source of the samples; the run's state before its first step; and messages for the user.
+    """
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
-    # Rows are read and encoded as by an export with the same options, but into no directory.
+    # Rows are read and encoded as by ``packtool export`` with the same options, but not written.
     export_config = config.export_config(output_dir="", max_length=max_length)
-    encoder = Encoder(export_config.encode_spec, files)  # also checks that the model supports the options
+    encoder = Encoder(export_config.encode_spec, files)  # may raise if the model does not support the options
     row_files = sources_of(export_config)
     first_row_warning = _check_first_rows(config.model, files, row_files[:MAX_OPEN_SOURCES])
     sharing, no_sharing_reason = sharing_of_stream(config, files.config)
@@ -195,9 +199,12 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         options=_stream_options(config, max_length),
         sharing=sharing,
     )
-    state = _stream_run_state(source, rows_fingerprint(export_config, files, row_files, with_times=False))
-    notes = [note for note in (no_sharing_reason, *encoder.warnings, first_row_warning) if note is not None]
-    return source, state, notes
+    # A checkpoint may be resumed only with the same rows. Times of files are ignored, so copies may be used.
+    fingerprint = rows_fingerprint(export_config, files, row_files, with_times=False)
+    initial_state = _initial_run_state(source, fingerprint)
+
+    warnings = [no_sharing_reason, *encoder.warnings, first_row_warning]
+    return source, initial_state, [warning for warning in warnings if warning is not None]
 
 
 def _stream_options(config: TrainConfig, max_length: int) -> StreamOptions:
@@ -227,7 +234,7 @@ def _recorded_options(source: StreamedSource) -> list[str]:
     return names
 
 
-def _stream_run_state(source: StreamedSource, fingerprint: str) -> RunState:
+def _initial_run_state(source: StreamedSource, fingerprint: str) -> RunState:
     """The state of a run on a stream before its first step."""
     config = source.config
     return RunState.of(
@@ -257,13 +264,14 @@ class StreamedSteps(Steps):
     """The steps of one rank of a stream; figures of a step are exchanged with the other ranks when it begins."""
 
     def __init__(self, source: StreamedSource, config: TrainConfig, exchange: CountExchange) -> None:
+        """Open the stream where the run starts or resumes; ``exchange`` sums the counts of a step over all ranks."""
         self._source = source
         self._exchange = exchange
         self._packing_length = source.options.packing_length
-        self._batch_size = config.per_device_train_batch_size
-        self._packs_per_step = self._batch_size * config.gradient_accumulation_steps
+        self._batch_size = config.per_device_train_batch_size  # packs of a micro-batch
+        self._packs_per_step = self._batch_size * config.gradient_accumulation_steps  # of this rank
         self._costs = RunCosts.of(source.config, source.files.config)
-        self._log = DropLog(config.output_dir, source.world, source.start_position)
+        self._drop_log = DropLog(config.output_dir, source.world, source.start_position)
         self._stream = PackStream(
             source.row_files,
             source.encode_spec,
@@ -272,16 +280,17 @@ class StreamedSteps(Steps):
             world_size=source.world.data.size,
             start=source.start_position,
             sharing=source.sharing,
-            log=self._log,
+            log=self._drop_log,
         )
-        self._num_steps_begun = source.start  # steps before ``start`` count, too
-        self.totals: Counter[str] = Counter()  # ``_counts`` of the steps that this process has begun
-        # This rank's position in the rows after each of the last two steps that have begun, by number of steps done.
+        self._num_steps_begun = source.start  # including steps before the run was resumed
+        self.totals: Counter[str] = Counter()  # sums of ``_counts`` over the steps that this process has begun
+        # This rank's position in the rows after each of the last two steps that have begun, by number of steps. When a
+        # checkpoint is written, the last one may not be done.
         self._positions = {source.start: source.start_position or StreamState()}
 
     def rank_steps(self) -> Iterator[RankStep]:
         """Yield steps without end: after its last row, a rank yields empty steps, because others may have more rows."""
-        self._log.begin()
+        self._drop_log.begin()
         stream = iter(self._stream)
         next_pack = next(stream, None)
         position = self._positions[self._source.start]
@@ -300,22 +309,27 @@ class StreamedSteps(Steps):
         return tuple(MicroBatch([pack.samples for pack in packs[start : start + self._batch_size]]) for start in starts)
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> dict[str, int]:
-        """Counts of this rank's packs of a step, by name, to add up over ranks; ``is_last`` if no packs follow."""
-        lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
+        """Count the tokens, samples and other work of this rank's packs of a step, by name.
+
+        The counts are summed over the ranks later. ``is_last`` is true if this rank has no packs for later steps.
+        """
+        samples = [sample for pack in packs for sample in pack.samples]
+        lengths = np.array([sample.length for sample in samples], np.int64)
+        # If samples begin with the same tokens, only one of them computes and counts these.
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
-        vision_tokens = amounts.media_tokens - amounts.audio_tokens
         cost = self._costs.without_recomputation
-        padded_tokens = cost.padded_tokens(vision_tokens, amounts.patch_squares, amounts.picture_squares)
+        vision_tokens = amounts.media_tokens - amounts.audio_tokens
+        padded_vision_tokens = cost.padded_tokens(vision_tokens, amounts.patch_squares, amounts.picture_squares)
+        patch_squares = cost.squares_of(padded_vision_tokens, amounts.patch_squares)
         counts = {
             "packs": len(packs),
-            "samples": len(lengths),
+            "samples": len(samples),
             "target_tokens": sum(pack.num_targets for pack in packs),
-            "unshared_tokens": lengths.sum(),
-            # In all other counts, a shared prefix counts for only one sample.
+            "unshared_tokens": lengths.sum(),  # as if every sample computed all of its tokens
             "tokens": (lengths - amounts.shared_tokens).sum(),
             "logits": amounts.targets.sum(),
-            "vision_tokens": padded_tokens.sum(),
-            "patch_squares": cost.squares_of(padded_tokens, amounts.patch_squares).sum(),
+            "vision_tokens": padded_vision_tokens.sum(),
+            "patch_squares": patch_squares.sum(),
             "audio_tokens": amounts.audio_tokens.sum(),
             "attended_pictures": (lengths * amounts.patch_squares).sum() if cost.per_cross else 0,  # by cross-attention
             **self._attention_counts(packs, lengths, amounts.shared_tokens),
@@ -338,8 +352,10 @@ class StreamedSteps(Steps):
         """Begin a step: sum its ``counts`` over all ranks; ``position`` is that of the stream after the step."""
         sums = dict(zip(counts, self._exchange.sums(list(counts.values())), strict=True))
         if not sums["packs"]:
-            where = f"Rows that were dropped are listed in {self._log.path}."
-            raise all_dropped("no sample is left to train on", self._stream.counts.dropped, self._log.firsts, where)
+            where = f"Rows that were dropped are listed in {self._drop_log.path}."
+            raise all_dropped(
+                "no sample is left to train on", self._stream.counts.dropped, self._drop_log.firsts, where
+            )
         self.ended = not sums.pop("ranks_with_more")
         self.totals.update(sums)  # a Counter adds
         previous = self._num_steps_begun

@@ -214,16 +214,20 @@ class TrainedStage:
         stop_epoch: float,
         max_steps: int | None,
     ) -> TrainedStage:
-        """A stage that starts with a section, and starts another one at each reassignment of packs before its end.
+        """Make a stage that ends after ``max_steps`` steps of the run or, if None, after ``stop_epoch`` of its epochs.
 
-        The stage ends when ``max_steps`` steps of the run are done or, if None, ``stop_epoch`` epochs of the run.
+        ``reassignments``, in order, are steps at which packs are assigned to another number of ranks; each starts a new
+        section. Those after the end of the stage are ignored.
         """
         sections = [first_section]
+        stop_step = first_section.end(stop_epoch, max_steps)
         for reassignment in reassignments:
-            if reassignment.first_step >= sections[-1].end(stop_epoch, max_steps):
+            if reassignment.first_step >= stop_step:
                 break
-            sections.append(sections[-1].reassigned(reassignment))
-        return cls(number, first_epoch, tuple(sections), stop_step=sections[-1].end(stop_epoch, max_steps))
+            section = sections[-1].reassigned(reassignment)
+            sections.append(section)
+            stop_step = section.end(stop_epoch, max_steps)  # other ranks may need another number of steps
+        return cls(number, first_epoch, tuple(sections), stop_step)
 
     @property
     def first_step(self) -> int:
@@ -270,25 +274,32 @@ class TrainedStage:
         return counts
 
     def figures(self) -> dict[str, Any]:
-        """Figures of the stage and of its sources, by name, as JSON has them."""
+        """Return the figures of a stage of a run by name, as JSON has them; steps are numbered from 1.
+
+        ``sources`` has the figures of each source of its mixture. Samples that are too long, or that their source
+        excludes, are ``filtered``; samples that the stage could train and does not are ``not_drawn``.
+        """
         options = self.inputs.options
-        source_figures = share_figures(by_name(self.source_counts(), self.mixture))
-        source_figures = {name: each for name, each in source_figures.items() if each["num_samples"]}
-        training_counts = self.training_counts()
-        num_cached, num_distinct = len(training_counts), int(np.count_nonzero(training_counts))
+        all_sources = share_figures(by_name(self.source_counts(), self.mixture))
+        sources = {name: figures for name, figures in all_sources.items() if figures["num_samples"]}
+        num_samples = sum(figures["num_samples"] for figures in sources.values())  # with repetitions
+
+        training_counts = self.training_counts()  # of each sample of the caches, (N,)
+        num_cached = len(training_counts)
+        num_distinct = int(np.count_nonzero(training_counts))
         num_filtered = self.mixture.num_filtered
         return {
-            "first_step": self.first_step + 1,  # here, steps are numbered from 1
+            "first_step": self.first_step + 1,
             "last_step": self.stop_step,
             "packing_length": options.packing_length if options.packing else None,
             "sequence_parallel_size": self.inputs.sequence_parallel_size,
             "max_length": options.max_length,
-            "samples": sum(each["num_samples"] for each in source_figures.values()),
+            "samples": num_samples,
             "num_samples_in_caches": num_cached,
             "num_distinct_samples": num_distinct,
             "not_drawn": num_cached - num_distinct - num_filtered,
             "filtered": num_filtered,
-            "sources": source_figures,
+            "sources": sources,
         }
 
 
@@ -518,12 +529,18 @@ def _assigned_stage(
     inputs: Inputs,
     start: _StageStart,
     assignments: Sequence[Assignment],
-    section: Section,
+    first_section: Section,
     *,
     first_epoch: int,
     num_epochs: int,
 ) -> TrainedStage:
-    """A stage of ``num_epochs`` epochs from ``first_epoch`` on; ``section`` is the first one that it still trains."""
+    """Make a stage of a run from its first section, and from the assignments of packs to ranks.
+
+    Args:
+        assignments: of the run; those after ``start`` start further sections.
+        first_section: the first epochs of the stage; after a change of the data, those that are left.
+        first_epoch, num_epochs: of the complete stage; without ``--max-steps``, it ends after them.
+    """
     number = start.number
     reassignments = []
     for assignment in assignments:
@@ -532,7 +549,9 @@ def _assigned_stage(
             reassignments.append(Assignment.of(assignment.first_step, batch_shape))
     stop_epoch = first_epoch + num_epochs
     stop_step = None if inputs.config.max_steps is None else inputs.stage_stop_step(number)
-    return TrainedStage.of(number, first_epoch, section, reassignments, stop_epoch=stop_epoch, max_steps=stop_step)
+    return TrainedStage.of(
+        number, first_epoch, first_section, reassignments, stop_epoch=stop_epoch, max_steps=stop_step
+    )
 
 
 def _first_section(inputs: Inputs, start: _StageStart, fraction: float, batch_shape: BatchShape) -> Section:

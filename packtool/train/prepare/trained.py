@@ -21,7 +21,11 @@ class TrainedModel:
 
     @classmethod
     def find(cls, model: str, base_model: str | None = None) -> TrainedModel:
-        """Find the model or adapter that ``--model`` names; ``base_model`` replaces the base that an adapter names."""
+        """Find the weights that ``--model`` names: a full model, or an adapter and the base model that it belongs to.
+
+        ``base_model`` replaces the base model that the adapter's settings name. Raises a ConfigError or MismatchError
+        if it is not needed, or if the base model does not exist.
+        """
         if not is_adapter(model):
             if base_model is not None:
                 raise ConfigError(
@@ -32,16 +36,19 @@ class TrainedModel:
             if _is_missing_directory(base_model):
                 raise ConfigError(f"--base-model {base_model}: there is no such directory")
             return cls(base_model, adapter=model)
-        path = os.path.join(model, ADAPTER_FILE)
+
+        settings_path = os.path.join(model, ADAPTER_FILE)
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(settings_path, encoding="utf-8") as file:
                 recorded_base = load_json(file.read())["base_model_name_or_path"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise MismatchError(f"{path} does not name a base model: {error!r}", "Save the adapter again.") from error
+            raise MismatchError(
+                f"{settings_path} does not name a base model: {error!r}", "Save the adapter again."
+            ) from error
         # Adapters of older runs may name a directory relative to where the run was started.
         if not isinstance(recorded_base, str) or _is_missing_directory(recorded_base):
             raise MismatchError(
-                f"{path} names {recorded_base!r} as its base model, which does not exist",
+                f"{settings_path} names {recorded_base!r} as its base model, which does not exist",
                 "Give its new directory with --base-model DIR, or restore it.",
             )
         return cls(recorded_base, adapter=model)

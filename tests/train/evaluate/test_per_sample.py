@@ -29,7 +29,7 @@ from packtool.train.evaluate.per_sample import Evaluation, evaluate
 from packtool.train.model.load import load_model
 from packtool.train.model.loss import HeadLoss, head_of
 from packtool.train.model.trainable import make_trainable
-from packtool.train.prepare.evaluation import plan_of_samples
+from packtool.train.prepare.evaluation import plan_samples
 from packtool.train.prepare.shared_prefixes import find_shared_prefixes
 from packtool.train.run import train
 from tests.train.alike import make_alike_world
@@ -58,7 +58,7 @@ class Case:
 
     def evaluate(self, model: nn.Module | None = None, **plan: Any) -> Evaluation:
         reader = self.reader
-        return evaluate(model or self.load(), reader, self.spec, plan_of_samples(reader, World(), **plan))
+        return evaluate(model or self.load(), reader, self.spec, plan_samples(reader, World(), **plan))
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_samples_with_shared_prefixes_have_the_same_scores_as_alone(
     """Questions about one image, one of which has a second turn."""
     reader = alike_case.reader
     samples = WithGaps(reader) if has_gaps else reader
-    plan = plan_of_samples(reader, World(), max_tokens=400)
+    plan = plan_samples(reader, World(), max_tokens=400)
     shared, _ = find_shared_prefixes(tiny.config("unused"), alike_case.spec.config.to_dict(), reader, capacity=400)
     assert shared is not None
     model = case.load()
@@ -259,7 +259,7 @@ def test_order_origins_and_totals(case: Case, reference: list[dict[str, float]])
 def test_some_samples_of_several_caches(case: Case, tiny: TinyWorld) -> None:
     all_samples = case.evaluate()
     reader = CacheReader.open([tiny.cache, case.cache])
-    plan = plan_of_samples(reader, World(), limit=55)
+    plan = plan_samples(reader, World(), limit=55)
     both = evaluate(case.load(), reader, case.spec, plan)
     assert len(both) == 55
     assert both.loss == pytest.approx(np.concatenate([all_samples.loss, all_samples.loss[:15]]), abs=1e-5)
@@ -281,7 +281,7 @@ def test_samples_without_targets_have_no_loss(case: Case) -> None:
     reader = case.reader
     silent: Any = Silent(reader)
     for limit in (1, 4):
-        result = evaluate(case.load(), silent, case.spec, plan_of_samples(reader, World(), limit=limit))
+        result = evaluate(case.load(), silent, case.spec, plan_samples(reader, World(), limit=limit))
         assert result.target_tokens[0] == result.loss_sum[0] == 0
         assert result.first_wrong[0] == -1
         assert np.isnan([result.loss[0], result.perplexity[0], result.token_accuracy[0]]).all()
@@ -307,7 +307,7 @@ def training_model(case: Case, tiny: TinyWorld) -> nn.Module:
 def test_evaluation_does_not_change_training(training_model: nn.Module, case: Case) -> None:
     model: Any = training_model
     reader = case.reader
-    plan = plan_of_samples(reader, World(), max_tokens=200)
+    plan = plan_samples(reader, World(), max_tokens=200)
     modes = {name: part.training for name, part in model.named_modules()}
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     metrics, metrics_with_worker = (
@@ -342,7 +342,7 @@ def test_the_model_is_restored_after_an_error(training_model: nn.Module, case: C
 
     reader = case.reader
     with pytest.raises(DataError):
-        evaluate(training_model, reader, case.spec, plan_of_samples(reader, World()), progress=Broken())
+        evaluate(training_model, reader, case.spec, plan_samples(reader, World()), progress=Broken())
     assert training_model.training
     model: Any = training_model
     assert model.config.get_text_config()._attn_implementation == "sdpa"

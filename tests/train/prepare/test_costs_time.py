@@ -49,7 +49,7 @@ def planned_schedule(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, S
 
 def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> float:
     config = run_config(**settings)
-    return float(time.steps(config, *planned_schedule(tiny, config)).sum())
+    return float(time.step_seconds(config, *planned_schedule(tiny, config)).sum())
 
 
 def test_short_packs_take_the_kernel_launch_time(tiny: TinyWorld) -> None:
@@ -57,8 +57,8 @@ def test_short_packs_take_the_kernel_launch_time(tiny: TinyWorld) -> None:
     plan, index, shares = planned_schedule(tiny, config := run_config())
     launches = 36 * 150 * 5e-6
     # Gradients travel behind the backward pass, and these take longer.
-    assert fast.steps(config, plan, index, shares) == pytest.approx(
-        launches + fast.collectives(config)[1] - 2 / 3 * launches
+    assert fast.step_seconds(config, plan, index, shares) == pytest.approx(
+        launches + fast.exchange_seconds(config)[1] - 2 / 3 * launches
     )
 
 
@@ -67,7 +67,7 @@ def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> No
     config = run_config(train_type="lora")
     time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=MODEL_PRESETS["qwen2.5-0.5b"])
     plan, index, shares = planned_schedule(tiny, config)
-    seconds = time.steps(config, plan, index, shares)
+    seconds = time.step_seconds(config, plan, index, shares)
     cost = RunCosts.of(config, time.model).with_recomputation
     packs = np.add.reduceat(sample_costs(cost, index, index.target_tokens)[plan.packs.samples], plan.packs.offsets[:-1])
     slowest = plan.steps.rank_costs(packs).max(axis=1) / slow.peak
@@ -87,7 +87,7 @@ def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld, tmp
     links = dataclasses.replace(TIME.hardware, intra_node_gb_per_s=10)
     slow = dataclasses.replace(TIME, hardware=links)
     each = {
-        fsdp_option: slow.collectives(run_config(fsdp=(fsdp_option,)))[0]
+        fsdp_option: slow.exchange_seconds(run_config(fsdp=(fsdp_option,)))[0]
         for fsdp_option in ("full_shard", "shard_grad_op")
     }
     gathered, reduced = (num_bytes * 3 / 4 / 8e9 for num_bytes in (TIME.weight_bytes, TIME.gradient_bytes))
@@ -97,15 +97,15 @@ def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld, tmp
     files = [tmp_path / f"ds_z3_{stage}.json" for stage in range(4)]  # names do not matter
     for stage, file in enumerate(files):
         file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    stages = [slow.collectives(run_config(deepspeed=f"zero{stage}")) for stage in range(4)]
-    assert stages == [slow.collectives(run_config(deepspeed=str(file))) for file in files]
+    stages = [slow.exchange_seconds(run_config(deepspeed=f"zero{stage}")) for stage in range(4)]
+    assert stages == [slow.exchange_seconds(run_config(deepspeed=str(file))) for file in files]
     assert [each > 0 for each, _, _ in stages] == [False, False, True, True]
     assert [last > 0 for _, last, _ in stages] == [True, True, False, False]
     assert [exposed > 0 for _, _, exposed in stages] == [False, True, True, False]
 
 
 def test_one_process_has_no_communication_time(tiny: TinyWorld) -> None:
-    communication = dataclasses.replace(TIME, world_size=1).collectives(run_config())
+    communication = dataclasses.replace(TIME, world_size=1).exchange_seconds(run_config())
     assert communication == (0, 0, 0)
 
 
@@ -125,7 +125,7 @@ def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
         options = dataclasses.replace(plan_options(config, max_length=256, world_size=1), balance="none")
         plan = plan_epoch(index.length, index.target_tokens, options, seed=0)
         shares = assign_media(media_of_caches(index, model), model, plan, 4)
-        seconds_by_shares.append(float(time.steps(config, plan, index, shares).sum()))
+        seconds_by_shares.append(float(time.step_seconds(config, plan, index, shares).sum()))
         towers.append(float(cost.towers(index.vision_tokens, squares)[0]))
     one, four = seconds_by_shares
     assert one - four == pytest.approx((towers[0] - towers[1] / 4) / peak.peak, rel=1e-6)

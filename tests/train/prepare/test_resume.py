@@ -23,7 +23,7 @@ from packtool.train.prepare import resume
 from packtool.train.prepare.checkpoint import Assignment
 from packtool.train.prepare.history import begin_ledger, ledger_after, read_ledger, write_ledger
 from packtool.train.prepare.inputs import EpochToResume, Inputs
-from packtool.train.prepare.resume import change_lines, with_changed_data
+from packtool.train.prepare.resume import change_lines, ledger_for_new_caches
 from packtool.train.prepare.timeline import Timeline
 
 Cache = tuple[int, tuple[int, ...]]
@@ -104,7 +104,7 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         else:
             counts_of = partial(inputs.epoch_counts, 0)
             to_resume = EpochToResume(lambda _, trained, counts_of=counts_of: counts_of(trained), 10, stage=None)
-            ledger, changes = with_changed_data(ledger, reader, to_resume, "")
+            ledger, changes = ledger_for_new_caches(ledger, reader, to_resume, "")
             num_left = sum(source.left for source in changes)
             assert num_left == sum(1 for sample in caches.samples if not trained_counts[sample])
         timeline = Timeline.of(inputs, (Assignment(step, world_size, 1, 1),), ledger.change)
@@ -136,7 +136,9 @@ def test_the_change_of_each_cache_is_described() -> None:
         )
         if count
     }
-    changed, changes = with_changed_data(ledger, after, EpochToResume(lambda *_: np.ones(7, np.int64), 10, None), "")
+    changed, changes = ledger_for_new_caches(
+        ledger, after, EpochToResume(lambda *_: np.ones(7, np.int64), 10, None), ""
+    )
     first_change, reexported, new, replaced, removed = changes
     fates = [source.fate for source in changes]
     assert fates == ["as before", "exported again", "new", "replaced", "gone"]
@@ -151,7 +153,7 @@ def test_the_change_of_each_cache_is_described() -> None:
     assert lines[0] == f"the data changed after step {ledger.step}, in epoch 1:"
     assert lines[2].startswith("  /1: exported again, 2 samples new; ")
     assert lines[-1].endswith("in 3 steps, is planned again; samples trained in it are not repeated; and that is all")
-    _, back = with_changed_data(changed, reader, EpochToResume(lambda *_: np.ones(6, np.int64), 10, None), "")
+    _, back = ledger_for_new_caches(changed, reader, EpochToResume(lambda *_: np.ones(6, np.int64), 10, None), "")
     assert [source.fate for source in back][:3] == ["as before", "back", "back"]
     assert [source.new for source in back[1:3]] == [0, 0]
     assert (
@@ -170,7 +172,7 @@ def test_a_changed_file_is_refused_if_its_rows_cannot_be_matched(monkeypatch: py
     monkeypatch.setattr(resume, "read_origins", edited)
     reader = after
     with pytest.raises(MismatchError, match=r"0\.jsonl has changed since /0 was exported"):
-        with_changed_data(ledger, reader, EpochToResume(lambda *_: np.ones(4, np.int64), 10, None), "")
+        ledger_for_new_caches(ledger, reader, EpochToResume(lambda *_: np.ones(4, np.int64), 10, None), "")
 
 
 def test_a_ledger_survives_writing_and_is_small(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from packtool.train.prepare.caches import _with_amounts
 from packtool.train.prepare.checkpoint import Assignment, BatchShape
 from packtool.train.prepare.history import begin_ledger, ledger_after
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.resume import with_changed_data
+from packtool.train.prepare.resume import ledger_for_new_caches
 from packtool.train.prepare.timeline import Timeline, TrainedStage
 
 SHORT, LONG = 256, 1024
@@ -256,7 +256,7 @@ def test_data_may_change_in_any_stage(
     other = inputs(cache_reader, more, **length)
     batch_shape = BatchShape(world_size, 1, 1)
     to_resume = other.epoch_to_resume(ledger, batch_shape)
-    changed, _ = with_changed_data(ledger, cache_reader, to_resume, "")
+    changed, _ = ledger_for_new_caches(ledger, cache_reader, to_resume, "")
     change = changed.change
     assert change is not None
     after = Timeline.of(other, (Assignment(step, *batch_shape),), change)
