@@ -85,16 +85,16 @@ class PackUnderTest:
         has_unsplit: bool = False,
         min_shared: int | None = None,
     ) -> None:
-        device = next(model.parameters()).device
         self.model, self.spec, self.dtype, self.parallel = model, spec, dtype, parallel
         self.has_unsplit, self.min_shared = has_unsplit, min_shared
         self.samples = list(samples)
         self.tolerances = tolerances(dtype)
         self.lengths = [sample.length for sample in self.samples]
+        device = next(model.parameters()).device
         self.batches_alone = [collate_alone(sample, spec).to(device) for sample in self.samples]
-        self.num_targets = max(sum(batch.num_target_tokens for batch in self.batches_alone), 1)
+        self.num_targets = max(sum(batch.num_target_tokens for batch in self.batches_alone), 1)  # divides losses
         self.placement = [] if parallel is None else self._place_samples(parallel.split.size)
-        self.batch = self._collate().to(device)
+        self.batch = self._collate().to(device)  # the pack, or this rank's tokens of it
         self.nodes = self._find_nodes()
 
     @property
@@ -370,25 +370,26 @@ class Check:
 
 @torch.no_grad()
 def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
-    """Change one sample (or one node of a tree) at a time, and compare the logits of all other samples.
+    """Check that the samples of a pack do not affect each other's outputs; return the largest error.
 
-    At most ``max_changes`` nodes, the first one included, are spread over the pack.
+    Change one node at a time, and compare the logits of all samples without it before and after. A node is a sample
+    or, if samples share a prefix, the prefix or the rest of a sample. ``max_changes`` nodes are changed at most.
 
     Raises:
         MismatchError: if no change affects even the logits of its own sample, so that nothing can be checked.
     """
-    before = pack.packed_logits(pack.batch)
-    allowed = pack.tolerances["isolation"] * _largest_logit(before)
+    logits_before = pack.packed_logits(pack.batch)  # by sample
+    allowed = pack.tolerances["isolation"] * _largest_logit(logits_before)
     checks = [Check("isolation", error=0.0, allowed=allowed, where="no change affected another sample")]
-    affects_own_sample = False  # whether any change does
-    # Leave out nodes that all samples share: no sample would stay unchanged.
-    nodes = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]
-    for changed in _spread(nodes, max_changes):
-        after = pack.packed_logits(pack.with_change(changed))
-        errors = [_difference(*logits) for logits in zip(after, before, strict=True)]
-        checks += _isolation_checks(pack, changed, errors, allowed)
-        affects_own_sample |= not all(errors[number] <= allowed for number in changed.samples)  # NaN is a change
-    if nodes and not affects_own_sample:
+    any_change_has_effect = False
+    nodes = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]  # others leave no sample unchanged
+    for node in _spread(nodes, max_changes):
+        logits_after = pack.packed_logits(pack.with_change(node))
+        errors = [_difference(after, before) for after, before in zip(logits_after, logits_before, strict=True)]
+        checks += _isolation_checks(pack, node, errors, allowed)
+        if not all(errors[number] <= allowed for number in node.samples):  # NaN is an effect, too
+            any_change_has_effect = True
+    if nodes and not any_change_has_effect:
         raise MismatchError(
             "changing a sample's tokens does not change its logits, so nothing can be verified",
             "Check that --model is a trained model whose weights are not all zero.",
@@ -450,19 +451,19 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     pack.model.zero_grad(set_to_none=True)
     with original_attention(base_model(pack.model)):
         for batch in pack.batches_alone:
-            torch.autograd.backward(pack.loss(batch))
+            torch.autograd.backward(pack.loss(batch))  # adds to the gradients
     norms_alone = _gradient_norms(pack.model)
-    pack.subtract_packed_gradients()  # from the gradients of the model, so that the errors stay
+    pack.subtract_packed_gradients()  # what remains is the error
     error_norms = _gradient_norms(pack.model)
+    pack.model.zero_grad(set_to_none=True)
     # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.
     largest_norm = max(norms_alone.values(), default=0.0)
     min_norm = _MIN_GRADIENT * largest_norm if largest_norm else 1.0
     allowed = pack.tolerances["gradients"]
     checks = [Check("gradients", error=0.0, allowed=allowed, where="nowhere")]
     for name, error_norm in error_norms.items():
-        error = error_norm / max(norms_alone.get(name, 0.0), min_norm)
-        checks.append(Check("gradients", error, allowed, f"in {name}"))
-    pack.model.zero_grad(set_to_none=True)
+        norm_alone = norms_alone.get(name, 0.0)
+        checks.append(Check("gradients", error_norm / max(norm_alone, min_norm), allowed, f"in {name}"))
     return worst_of(checks)[0]
 
 
@@ -506,21 +507,24 @@ def _difference(a: Tensor, b: Tensor) -> float:
 def verify_before_training(
     run: Run, model: nn.Module, spec: InputSpec, parallel: SequenceParallel | None, progress: Progress
 ) -> None:
-    """Run the cheap checks before the first step, on a model not yet wrapped; raise a MismatchError if one fails."""
+    """Check on a few short samples that the model keeps the samples of a pack apart; raise a MismatchError if not.
+
+    ``model`` is not yet wrapped for several processes. Does nothing if weights are sharded, or without packing.
+    """
     config = run.config
     if not (config.removes_padding and config.verify_packing):
         return
     on_gpu = torch.cuda.is_available()
-    is_sharded = config.shares_experts or zero_stage(config) == 3 or (on_gpu and (config.fsdp or config.deepspeed))
-    if is_sharded:
+    is_sharded_on_gpu = on_gpu and (config.fsdp or config.deepspeed)
+    if config.shares_experts or zero_stage(config) == 3 or is_sharded_on_gpu:
         progress.note("packing is not verified, because the weights are sharded; run packtool verify on one device")
         return
     samples = _samples_to_verify(run, spec)
     if len(samples) < 2:  # a single sample cannot leak into another
         return
-    min_shared = run.source.min_shared  # tokens of a shared prefix
-    # Rounding hidden states to few bits enlarges small differences between packed and unpacked; isolation stays exact.
-    rounds_states = config.fp8 or config.qat is not None
+    min_shared = run.source.min_shared  # tokens of a prefix that is computed once; None without shared prefixes
+    # Low-precision hidden states enlarge differences between packed and alone; the check of isolation stays exact.
+    has_low_precision = config.fp8 or config.qat is not None
     checks = verify_cheaply(
         model,
         samples,
@@ -528,7 +532,7 @@ def verify_before_training(
         dtype=resolve_dtype(spec.config, config, on_gpu=on_gpu),
         parallel=parallel,
         min_shared=min_shared,
-        compares_losses=not rounds_states,
+        compares_losses=not has_low_precision,
     )
     raise_if_failed(checks, shares_prefixes=min_shared is not None)
 
@@ -551,9 +555,9 @@ def verify_cheaply(
     min_shared: int | None = None,
     compares_losses: bool = True,
 ) -> list[Check]:
-    """Run the checks ``isolation``, ``loss`` and (if prefixes are shared) ``prefixes``, without gradients.
+    """Run the checks that need no gradients: ``isolation``, ``loss`` and, if prefixes are shared, ``prefixes``.
 
-    The model's mode and random numbers are the same before and after.
+    Mode, weights and random numbers of the model are unchanged afterwards.
 
     Args:
         model: with packed attention, not yet wrapped for several processes.
@@ -561,14 +565,13 @@ def verify_cheaply(
         dtype: of the computation under autocast; by default that of the weights.
         parallel: the ranks over which sequences are split; all of them call this with the same samples.
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
-        compares_losses: whether ``loss`` is checked.
     """
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     autocast = _autocast(weights, dtype)
     dtype = dtype or weights[0].dtype
     with without_dropout(model), torch.no_grad(), autocast:
         pack = PackUnderTest(model, samples, spec, dtype, parallel, has_unsplit=True, min_shared=min_shared)
-        # With ``parallel``, ``pack.batch`` has this rank's inputs only.
+        # With ``parallel``, ``pack.batch`` has only this rank's inputs.
         full_batch = pack.batch if parallel is None else collate_packs(pack.samples, spec)
         refuse_leaky_inputs(full_batch.model_inputs())
         checks = [check_isolation(pack, max_changes=_MAX_CHANGES)]

@@ -88,13 +88,15 @@ class VerifyReport:
 
 
 def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:
-    """Compare packed with unpacked samples; failed checks are reported, not raised.
+    """Check that a model computes the same for samples in packs as for each sample alone.
 
-    With sequence parallelism, all processes that split a sequence call this; ``world`` is by default torchrun's.
+    Failed checks are part of the report, and not raised. With sequence parallelism, ranks share each sequence, and all
+    of them must call this. ``world``: the ranks; by default those that torchrun has started.
     """
     begin = time.perf_counter()
     progress = progress or SilentProgress()
-    world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
+    world = world or World.from_environment()
+    world = world.shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     reader = open_caches(config.cached_dataset, config, files)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
@@ -104,12 +106,13 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         packs, report_fields = _verify_trajectory(config, reader, spec, device, progress)
     else:
         packs, report_fields = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
-    samples = np.concatenate(packs)  # positions in the caches
+
+    positions = np.concatenate(packs)  # of all tested samples in the caches
     return VerifyReport(
         model=config.model,
         num_packs=len(packs),
-        num_samples=len(samples),
-        num_tokens=int(reader.index.length[samples].sum()),
+        num_samples=len(positions),
+        num_tokens=int(reader.index.length[positions].sum()),
         seconds=time.perf_counter() - begin,
         **report_fields,
     )
@@ -125,7 +128,10 @@ def _verify_packs(
     files: ModelFiles,
     world: World,
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
-    """Run all checks on some packs; return the samples of each pack, and fields of ``VerifyReport``."""
+    """Choose some packs, and compare logits, losses and gradients of their samples packed and alone.
+
+    Returns the positions in the caches of the samples of each pack, and fields of ``VerifyReport``.
+    """
     packs, min_shared = _plan_packs(config, reader, files, progress)
     dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
     attention = choose(config.attn_impl, device, dtype).name  # an error if no kernel can run
@@ -134,21 +140,25 @@ def _verify_packs(
     if world.sequence_parallel_size > 1:
         device, parallel, axes_name = _join_ranks(config, world, files, reader)
         attention = f"{_block_kernel(config, spec, device, dtype)} blocks, {axes_name}"
+
+    tested_packs = []
     with quiet_transformers():
         model = _load_model(config, spec, dtype, device, parallel)
-        tested_packs = [
-            # With sequence parallelism, every second pack has samples that are not split over the ranks.
-            PackUnderTest(model, samples, spec, dtype, parallel, has_unsplit=number % 2 == 1, min_shared=min_shared)
-            for number, samples in enumerate(samples_by_pack)
-        ]
+        for number, samples in enumerate(samples_by_pack):
+            has_unsplit = number % 2 == 1  # with several ranks, test samples that one rank computes alone, too
+            tested_packs.append(
+                PackUnderTest(model, samples, spec, dtype, parallel, has_unsplit=has_unsplit, min_shared=min_shared)
+            )
         checks = _run_checks(model, tested_packs, progress)
-    return packs, {
+
+    report_fields = {
         "device": device.type if device.type == "cpu" else str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "attention": attention,
         "num_shared_tokens": sum(tested_pack.num_shared_tokens for tested_pack in tested_packs),
         "checks": checks,
     }
+    return packs, report_fields
 
 
 def _plan_packs(
@@ -226,26 +236,30 @@ def _run_checks(model: PreTrainedModel, packs: Sequence[PackUnderTest], progress
 def _verify_trajectory(
     config: VerifyConfig, reader: CacheReader, spec: InputSpec, device: torch.device, progress: Progress
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
-    """Train packed and unpacked steps; return the samples of each pack, and fields of ``VerifyReport``."""
+    """Train a few optimizer steps twice, with packed samples and with each sample alone, and compare the results.
+
+    Returns the positions in the caches of the samples of each pack, and fields of ``VerifyReport``.
+    """
     steps = plan_steps(config, _max_pack_tokens(config, reader), reader)
     packs = [pack for step in steps for pack in step.packs]
+    attention = choose(config.attn_impl, device, torch.float32).name
 
-    def load() -> PreTrainedModel:
-        """A new model with the initial weights, for each of the two trainings."""
+    def load_new_model() -> PreTrainedModel:
+        """A model with the initial weights, for each of the two trainings."""
         model = load_model(config.model, spec.config, dtype=torch.float32, packing=True, attn_impl=config.attn_impl)
         return model.to(device)  # type: ignore[arg-type]  # to is overloaded
 
-    kernel = choose(config.attn_impl, device, torch.float32).name
     with quiet_transformers():
-        trained_steps, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
-    return packs, {
+        trained_steps, checks = compare_trajectories(load_new_model, steps, reader.sample, spec, progress)
+    report_fields = {
         "device": str(device),
         "dtype": "float32",
-        "attention": kernel,
+        "attention": attention,
         "num_shared_tokens": 0,  # these packs share no prefixes
         "checks": checks,
         "trajectory": trained_steps,
     }
+    return packs, report_fields
 
 
 def _max_pack_tokens(config: VerifyConfig, reader: CacheReader) -> int:
@@ -254,14 +268,18 @@ def _max_pack_tokens(config: VerifyConfig, reader: CacheReader) -> int:
 
 
 def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees | None = None) -> list[list[int]]:
-    """Choose ``--num-packs`` packs of at least two samples; return the positions of their samples in the caches.
+    """Pack the samples, and choose ``--num-packs`` packs of at least two samples to verify.
 
-    Packs with shared prefixes (in ``trees``) come before packs without. If possible, the first pack has media, too.
+    ``trees`` are groups of samples that begin with the same tokens (prefixes); packs with such samples come first. If
+    possible, the first pack also has images, videos or sounds.
+
+    Returns the positions in the caches of the samples of each pack.
     """
     capacity = _max_pack_tokens(config, reader)
     plan = _pack_samples(reader, capacity, config.seed, trees)
-    candidates = np.flatnonzero(np.diff(plan.offsets) > 1)  # packs of at least two samples
-    if not len(candidates):
+    samples_per_pack = np.diff(plan.offsets)
+    candidates = np.flatnonzero(samples_per_pack > 1)  # numbers of packs
+    if len(candidates) == 0:
         raise ConfigError(
             f"--packing-length {capacity}: no two samples share a pack, so there is nothing to compare",
             "Raise it so that the two shortest samples fit into a pack.",

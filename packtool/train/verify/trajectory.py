@@ -99,29 +99,39 @@ def _step_samples(plan: EpochPlan, step: int) -> StepSamples:
 
 
 def compare_trajectories(
-    load: Callable[[], PreTrainedModel],
+    load_new_model: Callable[[], PreTrainedModel],
     steps: Sequence[StepSamples],
     read: Callable[[int], EncodedSample],
     spec: InputSpec,
     progress: Progress,
 ) -> tuple[tuple[TrainedStep, ...], tuple[Check, Check]]:
-    """Train the same steps packed and unpacked; return their losses, and the checks ``losses`` and ``weights``.
+    """Train the same steps twice, with packed samples and with each sample alone, and compare losses and weights.
 
-    ``load`` returns a new model with packed attention and the initial weights, in float32; ``read`` returns a sample by
-    its position in the caches.
+    Args:
+        load_new_model: returns a model with packed attention and the initial weights, in float32.
+        read: returns a sample by its position in the caches.
+
+    Returns:
+        The losses of each step; and the checks of all losses, and of the weights after the last step.
     """
+    read_packed = partial(_packed_batches, read, spec)
+    read_unpacked = partial(_unpacked_batches, read, spec)
     progress.start("verify", 2 * len(steps))
-    model = load()
-    packed_losses = list(_train(model, steps, partial(_packed_batches, read, spec), progress))
+
+    model = load_new_model()
+    packed_losses = list(_train(model, steps, read_packed, progress))
     packed_weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     del model  # frees its memory before the second model is loaded
-    model = load()
+
+    model = load_new_model()
     with original_attention(model):
-        unpacked_losses = list(_train(model, steps, partial(_unpacked_batches, read, spec), progress))
+        unpacked_losses = list(_train(model, steps, read_unpacked, progress))
     progress.finish()
+
     trained_steps = _trained_steps(steps, packed_losses, unpacked_losses)
-    checks = _check_losses(trained_steps), _check_weights(model, packed_weights, len(steps))
-    return tuple(trained_steps), checks
+    loss_check = _check_losses(trained_steps)
+    weight_check = _check_weights(model, packed_weights, len(steps))
+    return tuple(trained_steps), (loss_check, weight_check)
 
 
 def _trained_steps(
