@@ -41,15 +41,16 @@ def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
 def load_audio(
     path: str | None, data: bytes | None, sampling_rate: int, num_samples: int, policy: MediaPolicy = ANY
 ) -> npt.NDArray[np.float32]:
-    """Return the first audio stream as mono, float32 (num_samples,) from -1 to 1.
+    """Return the first audio stream of a file as mono sound, float32 (num_samples,) from -1 to 1.
 
-    The sound is trimmed or padded to ``num_samples``, its measured length. MediaError if it cannot be decoded, or if
-    its length differs from the measured one by more than a quarter of a second.
+    ``num_samples`` is the length that was measured at the export, at ``sampling_rate`` samples per second. A difference
+    of up to a quarter of a second is trimmed or padded. MediaError if it is larger, or if the file cannot be decoded.
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
+    max_samples = num_samples + tolerance
     try:
-        sound = _decode_sound(ref, sampling_rate, num_samples + tolerance)
+        sound = _decode_sound(ref, sampling_rate, max_samples)
     except MediaProblem as problem:
         raise media_error(problem) from problem
     num_decoded = len(sound)

@@ -39,9 +39,9 @@ class MediaProblem(Problem):
 def open_medium(
     ref: MediaRef, first_block: int = storage.HEADER_BLOCK, *, is_image: bool = False
 ) -> Iterator[BinaryIO]:
-    """Open the encoded file of a medium, for a ``with`` block that decodes it.
+    """Open the encoded file of a medium, local, remote or embedded, for a ``with`` block that decodes it.
 
-    ``first_block`` is the number of bytes that are read first from a remote file.
+    ``first_block`` is the number of bytes that are read first from a remote file; ``is_image`` selects the size limit.
 
     Raises:
         MediaProblem: if the file cannot be used, or the ``with`` block raises an error that is not packtool's.
@@ -190,9 +190,10 @@ def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) ->
 
 
 def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, is_image: bool) -> str | None:
-    """Return a text that changes whenever the content may change; None if changes might be missed, or on any error.
+    """Return a text that changes whenever the content of a medium may change, without reading a file.
 
-    It has the hash of embedded bytes; path, size and times of a local file; or address, size and tag of a remote one.
+    It has the hash of embedded bytes (``data``); path, size and times of a local file; or address, size and tag of a
+    remote one. ``is_image`` selects the policy's size limit. None on any error, or if a change might be missed.
     """
     if data is not None or path is None:  # embedded bytes, which may keep the path of their file
         return hashlib.sha256(data or b"").hexdigest()
@@ -201,15 +202,17 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
         check_allowed(ref)
         if storage.is_remote(path):
             return _remote_state(ref, is_image=is_image)
-        state = _stat(path)
+        status = _stat(path)
     except (OSError, PacktoolError, ValueError):
         return None
-    if state is None or state.st_size > policy.max_file_bytes(is_image):
+    if status is None or status.st_size > policy.max_file_bytes(is_image):
         return None
-    if time.time() - max(state.st_mtime, state.st_ctime) < SETTLED_SECONDS:
+    seconds_since_change = time.time() - max(status.st_mtime, status.st_ctime)
+    if seconds_since_change < SETTLED_SECONDS:
         return None  # the file may change again without a new timestamp
     # Device and inode are not included, because they may change when the machine restarts.
-    return f"{os.path.abspath(storage.normalize(path))} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+    absolute_path = os.path.abspath(storage.normalize(path))
+    return f"{absolute_path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _remote_state(ref: MediaRef, *, is_image: bool) -> str | None:

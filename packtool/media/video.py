@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -63,12 +63,16 @@ class VideoSize:
 
 
 def measure_video(ref: MediaRef) -> VideoSize:
-    """Measure the first video stream of a file, or a video that is a list of images."""
+    """Measure the first video stream of a file, or a video that is a list of images.
+
+    Frames are counted by the header if it is reliable, else by decoding around keyframes, else by decoding all. Raises
+    a MediaProblem if the video cannot be used.
+    """
     if ref.frames:  # a list of images
         return _measure_listed_frames(ref)
     with open_container(ref, check_length=True) as container:
         stream = _video_stream(container, ref)
-        fps = float(stream.average_rate or 0)
+        declared_fps = float(stream.average_rate or 0)
         first_frame, later_frames, is_start_intact = decode_from_start(container, stream)
         if first_frame is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
@@ -80,7 +84,7 @@ def measure_video(ref: MediaRef) -> VideoSize:
         if num_frames is None:
             num_frames = 1 + _count(later_frames)  # decodes all of them
         height, width = _upright_size(first_frame)
-        fps = fps or _mean_fps(stream, num_frames)
+        fps = declared_fps or _mean_fps(stream, num_frames)
         return VideoSize(height, width, num_frames, fps, has_sound=bool(container.streams.audio))
 
 
@@ -118,28 +122,32 @@ def load_video(
     policy: MediaPolicy = ANY,
     shape: tuple[int, int, int] | None = None,
 ) -> _Pixels:
-    """Return the requested frames, uint8 (T, H, W, 3), upright; MediaError if one of them cannot be loaded.
+    """Return the requested frames of a video, upright, uint8 (T, H, W, 3); MediaError if one cannot be loaded.
 
     Args:
+        path, data: the file, or its embedded bytes.
         frames: (path, data) of each image if the video is a list of images; then the first T are returned.
-        indices: frame numbers of the T requested frames, ascending.
+        indices: frame numbers of the T requested frames, ascending, maybe with repetitions.
+        policy: files that may be read.
         shape: number of frames of the measured video or clip, H and W; None if unknown. All frames get the size of the
             first requested frame if that is (H, W), else of the file's first frame.
     """
     if frames:
         return _load_listed_frames(frames[: len(indices)], policy)
     ref = MediaRef(path, data, policy=policy)
-    distinct = sorted(set(indices))
+    distinct_indices = sorted(set(indices))
     try:
-        pixels = _seek_frames(ref, distinct, shape)
-        if pixels is None:
-            pixels, missing = _decode_frames(ref, distinct, all_frames, shape)
+        pixels = _seek_frames(ref, distinct_indices, shape)
+        if pixels is None:  # seeking has failed
+            pixels, missing = _decode_frames(ref, distinct_indices, all_frames, shape)
             if missing:
-                raise changed_since_export(ref, f"a frame {distinct[-1]}", f"no frame {missing[-1]}")
+                raise changed_since_export(ref, f"a frame {distinct_indices[-1]}", f"no frame {missing[-1]}")
     except MediaProblem as problem:
         raise media_error(problem) from problem
-    has_repetitions = len(distinct) < len(indices)
-    return pixels[np.searchsorted(distinct, indices)] if has_repetitions else pixels
+    if len(distinct_indices) == len(indices):
+        return pixels
+    rows = np.searchsorted(distinct_indices, indices)  # of each requested frame in ``pixels``
+    return pixels[rows]
 
 
 def _seek_frames(ref: MediaRef, numbers: Sequence[int], shape: tuple[int, int, int] | None) -> _Pixels | None:
@@ -166,24 +174,30 @@ def _load_listed_frames(frames: Sequence[tuple[str | None, bytes | None]], polic
 def _decode_frames(
     ref: MediaRef, numbers: Sequence[int], frame_reader: _FrameReader, shape: tuple[int, int, int] | None
 ) -> tuple[_Pixels, list[int]]:
-    """Decode the frames with these numbers, ascending and distinct.
+    """Decode the frames of a video file with these numbers, ascending and distinct.
 
-    Return the frames, uint8 (T, H, W, 3), and the numbers of missing frames, whose pixels are undefined. MediaProblem
-    if the file cannot be decoded, or ``frame_reader`` (``needed_frames`` or ``all_frames``) cannot number its frames.
+    Args:
+        frame_reader: ``needed_frames``, which seeks and raises a MediaProblem if it cannot, or ``all_frames``.
+        shape: number of frames, height and width of the measured video; None if unknown.
+
+    Returns:
+        The frames, uint8 (T, H, W, 3), and the numbers of missing frames, whose pixels are undefined.
     """
-    pixels = np.empty((0, 0, 0, 3), np.uint8)
+    pixels: _Pixels | None = None  # created when the size of the first frame is known
     missing = set(numbers)
     row_by_number = {number: row for row, number in enumerate(numbers)}
-    # Unknown where ``shape`` may be that of a clip, which can begin at any frame.
+    # ``shape`` may be that of a clip, part of a file, unless frame 0 is needed.
     num_file_frames = shape[0] if shape is not None and numbers[0] == 0 else None
     converter = VideoReformatter()  # creating it takes longer than converting a frame
     with open_container(ref) as container:
         stream = _video_stream(container, ref)
         for number, frame in frame_reader(container, stream, numbers, num_file_frames):
-            if not pixels.size:
+            if pixels is None:
                 pixels = _empty_pixels(ref, len(numbers), frame, shape)
             pixels[row_by_number[number]] = _to_rgb(frame, pixels.shape[1:3], converter)
             missing.remove(number)
+    if pixels is None:
+        pixels = np.empty((0, 0, 0, 3), np.uint8)
     return pixels, sorted(missing)
 
 
@@ -261,8 +275,13 @@ _FORMATS_TO_SCAN = frozenset(("matroska", "webm"))  # without a table of content
 _ONE_FRAME_PER_PACKET_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
 
 
-_Packet = tuple[int | None, int | None, bool, bool]
-"""Position in the file, time in units of the stream, is keyframe, is hidden."""
+class _Packet(NamedTuple):
+    """A packet of a video stream: its position in the file, and the time of its frame in units of the stream."""
+
+    file_position: int | None
+    time: int | None
+    is_keyframe: bool
+    is_hidden: bool
 
 
 class FrameNumbersUnknown(Exception):
@@ -276,7 +295,7 @@ def _lists_all_packets(container: Any, stream: Any) -> bool:
 
 def _listed_packets(stream: Any) -> Iterator[_Packet]:
     for entry in index_of(stream):
-        yield entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard
+        yield _Packet(entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard)
 
 
 def _read_packets(container: Any, stream: Any) -> Iterator[_Packet]:
@@ -287,7 +306,7 @@ def _read_packets(container: Any, stream: Any) -> Iterator[_Packet]:
     for packet in container.demux(stream):
         if packet.size:  # the last packet is empty
             time = packet.dts if seeks_by_decoding_time else packet.pts
-            yield packet.pos, time, packet.is_keyframe, packet.is_discard
+            yield _Packet(packet.pos, time, packet.is_keyframe, packet.is_discard)
 
 
 class _FrameNumbers:
@@ -351,26 +370,31 @@ class _KeyframeDecoder:
             self._seek(self._seek_times[0])  # reading has moved away from the first keyframe
 
     def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
-        """Find the keyframes, and count shown packets, up to a keyframe that is surely after frame ``last_needed``."""
+        """Find the keyframes of a video, from which decoding can begin, and count its shown packets.
+
+        Reads the packets, in file order, up to a keyframe that is surely after frame number ``last_needed``. Raises
+        FrameNumbersUnknown if a packet has no time, or if packets come before the first keyframe.
+        """
         keyframe_times: list[int] = []
         latest_time = _BEFORE_ALL_TIMES
-        for file_position, time, is_keyframe, is_hidden in packets:
-            if time is None:
+        for packet in packets:
+            if packet.time is None:
                 raise FrameNumbersUnknown
-            if is_keyframe:
-                keyframe_times.append(time)
-                self._add_keyframe(file_position)
+            if packet.is_keyframe:
+                keyframe_times.append(packet.time)
+                self._add_keyframe(packet.file_position)  # its frame number follows from ``num_shown`` so far
             elif not keyframe_times:  # decoders show nothing before the first keyframe
                 raise FrameNumbersUnknown
-            if not is_hidden:
+            if not packet.is_hidden:
                 self.num_shown += 1
-            latest_time = max(latest_time, time)
-            if is_keyframe and self.num_shown > last_needed + _MAX_REORDERED_PACKETS:
+            latest_time = max(latest_time, packet.time)
+            if packet.is_keyframe and self.num_shown > last_needed + _MAX_REORDERED_PACKETS:
                 break
         if not keyframe_times:
             raise FrameNumbersUnknown
         # Seeking to a time finds the last keyframe up to it, so a keyframe is found just before the next one's time.
-        self._seek_times = [*(next_time - 1 for next_time in keyframe_times[1:]), latest_time]
+        times_before_next = [next_time - 1 for next_time in keyframe_times[1:]]
+        self._seek_times = [*times_before_next, latest_time]
 
     def _add_keyframe(self, file_position: int | None) -> None:
         """Add the keyframe after the packets counted so far, to be recognized by its position in the file."""
@@ -415,9 +439,10 @@ class _KeyframeDecoder:
         raise FrameNumbersUnknown
 
     def _decode(self, packets: Iterable[Any], first_time: int, first_number: int) -> Iterator[tuple[int, Any]]:
-        """Decode packets that begin with a keyframe, and yield (number, frame) from the keyframe's frame on.
+        """Decode packets that begin with a keyframe, and yield (frame number, frame) from the keyframe's frame on.
 
-        ``first_time`` and ``first_number`` are those of the keyframe's frame.
+        ``first_time`` and ``first_number`` are those of the keyframe's frame. Frames that nothing depends on are left
+        out long before ``next_needed``, but numbered. FrameNumbersUnknown if a frame is damaged or does not fit.
         """
         numbers = _FrameNumbers(first_number)
         for packet_number, packet in enumerate(packets, first_number):
@@ -452,18 +477,22 @@ def _unit_prefix_bytes(stream: Any) -> int:
 def needed_frames(
     container: Any, stream: Any, numbers: Sequence[int], num_frames: int | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number, frame) of the needed frames, decoding from the keyframe before each; missing ones are left out.
+    """Yield (number, frame) of the needed frames of a video, decoding from the keyframe before each.
 
-    ``numbers`` are ascending and distinct. FrameNumbersUnknown if frames cannot be numbered this way, or the packets
-    are not ``num_frames``. The container cannot be used afterwards.
+    Missing frames are left out. The container cannot be used afterwards.
+
+    Args:
+        numbers: frame numbers, ascending and distinct.
+        num_frames: number of frames that the file must have; None if unknown. FrameNumbersUnknown if it has another, or
+            if its frames cannot be numbered without decoding all.
     """
-    max_gap = max(number - previous for previous, number in pairwise([0, *numbers]))
-    if max_gap <= MIN_SKIPPED:  # seeking would skip nothing
+    gaps = [number - previous for previous, number in pairwise([0, *numbers])]
+    if max(gaps) <= MIN_SKIPPED:  # seeking would skip nothing
         yield from all_frames(container, stream, numbers)
         return
-    must_count_all = num_frames is not None
-    decoder = _KeyframeDecoder(container, stream, last_needed=_NO_LIMIT if must_count_all else numbers[-1])
-    if must_count_all and decoder.num_shown != num_frames:
+    last_needed = numbers[-1] if num_frames is None else _NO_LIMIT  # without a limit, all packets are counted
+    decoder = _KeyframeDecoder(container, stream, last_needed)
+    if num_frames is not None and decoder.num_shown != num_frames:
         raise FrameNumbersUnknown
     decoder.start_at_beginning()
     yield from _seek_each(decoder, numbers)
@@ -502,7 +531,7 @@ def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], 
 
 
 def count_frames(container: Any, stream: Any) -> int:
-    """Count the frames of a file by decoding only the first frames, as a check, and those from the last keyframe on.
+    """Count the frames of a video by decoding only its first frames, as a check, and those from the last keyframe on.
 
     FrameNumbersUnknown if all frames must be decoded to count them. The container cannot be used afterwards.
     """
@@ -512,11 +541,14 @@ def count_frames(container: Any, stream: Any) -> int:
     num_keyframes = len(decoder.min_keyframe_numbers)
     if num_keyframes < _MIN_KEYFRAMES:  # counting would not be faster than decoding
         raise FrameNumbersUnknown
+
     decoder.start_at_beginning()
-    if _count(islice(decoder.frames, _NUM_CHECKED_FRAMES)) < _NUM_CHECKED_FRAMES:
+    first_frames = islice(decoder.frames, _NUM_CHECKED_FRAMES)
+    if _count(first_frames) < _NUM_CHECKED_FRAMES:
         raise FrameNumbersUnknown
+
     num_before_last_keyframe = decoder.min_keyframe_numbers[-1]
-    decoder.start_before(num_keyframes - 1, num_before_last_keyframe)
+    decoder.start_before(keyframe_index=num_keyframes - 1, number=num_before_last_keyframe)
     num_frames = decoder.first_number + _count(decoder.frames)
     if num_frames <= num_before_last_keyframe:  # truncated: nothing from the last keyframe on can be decoded
         raise FrameNumbersUnknown
