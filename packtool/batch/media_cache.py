@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,14 @@ class _State:
 
     used_bytes: int
     paused_until: float
+
+
+class _Entry(NamedTuple):
+    """A file of an entry: time of its last change, path, and bytes on the disk; sorts by time."""
+
+    modified_ns: int
+    path: str
+    num_bytes: int
 
 
 class MediaCache:
@@ -235,9 +243,10 @@ class MediaCache:
             raise
 
     def _make_room(self, state: _State, size: int, is_read_again: bool) -> bool:
-        """Make room for an entry of ``size`` bytes by evicting others; return False if there is still too little.
+        """Make room for a new entry of ``size`` bytes, by evicting others if necessary; False if there is too little.
 
-        Evicts nothing for an entry that the next epoch does not read again, nor for a minute after a failure.
+        Evicts nothing for an entry that the next epoch does not read again, nor for a minute after a failure. Changes
+        ``state``, the content of the directory's state file, which the caller has locked.
         """
 
         def bytes_to_free() -> int:
@@ -247,9 +256,12 @@ class MediaCache:
 
         if bytes_to_free() <= 0:
             return True
-        if not is_read_again or time.time() < state.paused_until:
+        is_paused = time.time() < state.paused_until
+        if is_paused or not is_read_again:
             return False
-        self._recount_and_evict(state, bytes_to_free() + int(self.limit * _EVICTED_SHARE))
+        # Evict more at once, because finding the oldest entries takes long.
+        reserve = int(self.limit * _EVICTED_SHARE)
+        self._recount_and_evict(state, bytes_to_free() + reserve)
         if bytes_to_free() <= 0:
             return True
         state.paused_until = time.time() + _PAUSE_SECONDS
@@ -266,31 +278,33 @@ class MediaCache:
         active_runs: set[int] = set()
         if not includes_active:
             active_runs = {_run_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
-        for _, path, size in self._recount(state, active_runs):
+        for entry in self._recount(state, active_runs):
             if num_bytes <= 0:
                 break
-            os.remove(path)
-            state.used_bytes -= size
-            num_bytes -= size
+            os.remove(entry.path)
+            state.used_bytes -= entry.num_bytes
+            num_bytes -= entry.num_bytes
 
-    def _recount(self, state: _State, active_runs: set[int]) -> list[tuple[int, str, int]]:
-        """Set ``state.used_bytes``, and delete unfinished entries without a writer.
+    def _recount(self, state: _State, active_runs: set[int]) -> list[_Entry]:
+        """Set ``state.used_bytes`` by listing the directory, and delete unfinished entries without a writer.
 
-        Return (modification time, path, bytes) of finished entries that no active run read last, the oldest first.
+        Returns:
+            The finished entries that can be evicted, because none of ``active_runs`` (``_run_number`` of each run that
+            is being trained) was the last to read them; the oldest first.
         """
         evictable = []
         state.used_bytes = 0
-        for entry in os.scandir(self._entries):
-            is_unfinished = entry.name.endswith(_PART)
-            if is_unfinished and _is_unlocked(entry.path):  # its writer, which held the lock, has ended
-                os.remove(entry.path)
+        for file in os.scandir(self._entries):
+            is_unfinished = file.name.endswith(_PART)
+            if is_unfinished and _is_unlocked(file.path):  # its writer, which held the lock, has ended
+                os.remove(file.path)
                 continue
-            modified_ns = entry.stat().st_mtime_ns
-            size = _disk_bytes(entry.stat().st_size)
-            state.used_bytes += size
-            last_run = modified_ns % _NS_PER_MS  # where ``_touch`` has stored the number of the run
+            status = file.stat()
+            entry = _Entry(status.st_mtime_ns, file.path, _disk_bytes(status.st_size))
+            state.used_bytes += entry.num_bytes
+            last_run = entry.modified_ns % _NS_PER_MS  # where ``_touch`` has stored the number of the run
             if not is_unfinished and last_run not in active_runs:
-                evictable.append((modified_ns, entry.path, size))
+                evictable.append(entry)
         return sorted(evictable)
 
     @contextmanager
