@@ -163,25 +163,30 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _split_into_dashes(points: Sequence[Point], dashes: tuple[int, int]) -> Iterator[list[Point]]:
-    """Yield the points of each dash of a line through ``points``; ``dashes``: lengths of dash and gap, in pixels."""
+    """Divide a line through points into dashes and gaps, and yield the points of each dash.
+
+    A dash continues around corners. For example, the line (0, 0), (10, 0) with ``dashes`` (4, 2), the lengths of dash
+    and gap, has the dashes (0, 0), (4, 0) and (6, 0), (10, 0). Lengths are in pixels.
+    """
     dash_length, gap_length = dashes
-    is_dash = True  # False in a gap
-    remaining = float(dash_length)  # length left of the present dash or gap
+    in_dash = True  # False in a gap
+    length_left = float(dash_length)  # of the present dash or gap
     part = [points[0]]  # points of the present dash or gap
-    for (x, y), (next_x, next_y) in pairwise(points):
-        length = math.hypot(next_x - x, next_y - y)
-        distance = 0.0  # from (x, y) to where the present dash or gap began
-        while length - distance > remaining:
-            distance += remaining
-            end = (x + (next_x - x) * distance / length, y + (next_y - y) * distance / length)
-            if is_dash:
+    for start, stop in pairwise(points):
+        (x, y), (stop_x, stop_y) = start, stop
+        segment_length = math.hypot(stop_x - x, stop_y - y)
+        position = 0.0  # along the segment: where the present dash or gap began, or 0
+        while segment_length - position > length_left:
+            position += length_left
+            end = (x + (stop_x - x) * position / segment_length, y + (stop_y - y) * position / segment_length)
+            if in_dash:
                 yield [*part, end]
-            is_dash = not is_dash
             part = [end]
-            remaining = float(dash_length if is_dash else gap_length)
-        remaining -= length - distance
-        part.append((next_x, next_y))
-    if is_dash and len(part) > 1:
+            in_dash = not in_dash
+            length_left = float(dash_length if in_dash else gap_length)
+        length_left -= segment_length - position
+        part.append(stop)
+    if in_dash and len(part) > 1:
         yield part
 
 
@@ -289,22 +294,27 @@ def _chart(
     high: float | None = None,
     suffix: str = "",
 ) -> Chart | None:
-    """Return a chart of curves, by default slightly larger than their values; None without a finite value."""
+    """Return a chart of curves over the optimizer steps of a log; None if no curve has a finite value.
+
+    ``low`` and ``high`` are the ends of the vertical axis; where None, it is slightly larger than the values.
+    ``suffix`` follows the numbers of its ticks.
+    """
     finite_curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not finite_curves:
         return None
     x = _step_axis(records)
     y_low, y_high = _value_range(finite_curves, low, high, is_percent=suffix == "%")
     y = Axis.linear(title, y_low, y_high, num_ticks=5, suffix=suffix)
-    shapes = []
+    paths: list[Path] = []
     for curve in finite_curves:
-        shapes += _curve_paths(curve, x, y)
+        paths += _curve_paths(curve, x, y)
+
     # The maximum, because a smoothed curve has the same gaps as the values themselves.
-    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
+    num_gaps = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
     notes = []
-    if num_not_finite:
-        notes.append(Note.plain(AXIS_LENGTH, f"{plural(num_not_finite, 'value')} not finite"))
-    return Chart(x, y, shapes, notes)
+    if num_gaps:
+        notes.append(Note.plain(AXIS_LENGTH, f"{plural(num_gaps, 'value')} not finite"))
+    return Chart(x, y, paths, notes)
 
 
 def _value_range(
@@ -392,18 +402,25 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Return a curve for each logged figure in ``end_texts``, which has the text at its end; ``scale`` is a factor.
+    """Return a curve for each logged figure that is a key of ``end_texts``, without figures that no record has.
 
-    Without ``style``, each curve has its own. ``is_marked``: draw a square at each point.
+    ``end_texts`` has the text at the end of each curve. Values are multiplied by ``scale``, and smoothed with
+    ``smooth`` if there are enough. Without ``style``, each curve has its own. ``is_marked``: draw a square at each
+    point.
     """
     curves = []
     for number, (figure, end_text) in enumerate(end_texts.items()):
-        records_with_figure = [record for record in records if isinstance(record.get(figure), (int, float))]
-        if not records_with_figure:
+        steps: list[float] = []
+        logged_values: list[float] = []
+        for record in records:
+            if isinstance(record.get(figure), (int, float)):
+                steps.append(record["step"])
+                logged_values.append(record[figure])
+        if not steps:
             continue
-        steps = np.array([record["step"] for record in records_with_figure], np.float64)
-        values = np.array([record[figure] for record in records_with_figure], np.float64)
+        values = np.array(logged_values, np.float64)
         if smooth and len(values) >= _MIN_TO_SMOOTH:
             values = smoothed(values)
-        curves.append(Curve(steps, values * scale, style or f"c{number}", end_text, is_marked))
+        curve = Curve(np.array(steps, np.float64), values * scale, style or f"c{number}", end_text, is_marked)
+        curves.append(curve)
     return curves

@@ -64,6 +64,8 @@ class Axis:
     ) -> Axis:
         """Make a linear axis whose ticks are multiples of 1, 2, 2.5 or 5 times a power of ten.
 
+        For example, from 0 to 9 with about 4 ticks: 0, 2.5, 5, 7.5.
+
         Args:
             num_ticks: approximate number of ticks.
             integers: only integers have ticks.
@@ -71,16 +73,17 @@ class Axis:
             suffix: unit after the number of each tick.
         """
         step = _round_step((high - low) / num_ticks, integers=integers)
-        # Tolerances of 1e-9 absorb rounding errors of quotients that should be integers.
+        rounding_error = 1e-9  # of quotients that should be integers
         if extend:
-            num_steps = max(math.ceil((high - low) / step - 1e-9), 1)
+            num_steps = max(math.ceil((high - low) / step - rounding_error), 1)
             values = [low + i * step for i in range(num_steps + 1)]
             high = values[-1]
         else:
-            first_multiple = math.ceil(low / step - 1e-9)
-            last_multiple = math.floor(high / step + 1e-9)
+            first_multiple = math.ceil(low / step - rounding_error)
+            last_multiple = math.floor(high / step + rounding_error)
             values = [i * step for i in range(first_multiple, last_multiple + 1)]
-        return cls(name, low, high, [(value, label + suffix) for value, label in _labeled(values)])
+        ticks = [(value, label + suffix) for value, label in _labeled(values)]
+        return cls(name, low, high, ticks)
 
     @classmethod
     def logarithmic(cls, name: str, low: float, high: float) -> Axis:

@@ -43,7 +43,11 @@ Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 
 def cache_figures(directory: str) -> dict[str, Any]:
-    """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows."""
+    """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows.
+
+    ``settings`` are those of the export that differ from their defaults. ``dropped`` counts rows by reason, and
+    ``parts_left_out`` turns and responses of rows that were kept.
+    """
     directory = storage.normalize(directory)
     _check_export_finished(directory)
     manifest = Manifest.read(directory)
@@ -217,8 +221,12 @@ class Decoder:
         return parts
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
-        """Yield the stored parts of a sample: a medium each, or text of one style and weight."""
-        pending_media: dict[str, list[Medium]] = {
+        """Yield the stored parts of a sample in order: a medium each, or text of one style and loss weight.
+
+        A medium takes the placeholder tokens of its kind, as many as it has; the sample lists the media of a kind in
+        the order of these tokens. Placeholder tokens without a medium are shown as text.
+        """
+        remaining_media: dict[str, list[Medium]] = {
             "image": [*sample.images],
             "video": [*sample.videos],
             "audio": [*sample.audios],
@@ -226,18 +234,18 @@ class Decoder:
         # Of each token, the kind of media that it is a placeholder of; None for text.
         kinds = [self._media_kinds.get(token) for token in sample.input_ids.tolist()]
         styles = _styles(sample)
-        start = 0
-        while start < sample.length:
-            kind = _kind_of_medium(kinds, start, pending_media["video"])
-            if kind is not None and pending_media[kind]:
-                medium = pending_media[kind].pop(0)
+        position = 0
+        while position < sample.length:
+            kind = _kind_of_medium(kinds, position, remaining_media["video"])
+            if kind is not None and remaining_media[kind]:
+                medium = remaining_media[kind].pop(0)
                 yield Part("media", medium_text(medium), medium=medium)
-                start = _end_of_medium(kinds, start, medium)
+                position = _end_of_medium(kinds, position, medium)
             else:
-                # Placeholder tokens without a medium are shown as text.
-                end = _end_of_text(kinds, start, styles)
-                yield self._text_part(sample.input_ids[start:end].tolist(), *styles[start])
-                start = end
+                text_end = _end_of_text(kinds, position, styles)
+                style, weight = styles[position]
+                yield self._text_part(sample.input_ids[position:text_end].tolist(), style, weight)
+                position = text_end
 
     def _text_part(self, tokens: Sequence[int], style: Style, weight: float) -> Part:
         return Part(style, self._tokenizer.decode(tokens, skip_special_tokens=False), weight)
@@ -316,13 +324,20 @@ def medium_text(medium: Medium) -> str:
 
 
 def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
-    """Compare all files of a cache with its manifest; ``mend`` is the command that repairs it."""
+    """Compare all files of a cache with its manifest; return their number and size, and the damaged ones.
+
+    ``mend`` is the command that repairs the cache, None if nothing is damaged. ``without_checksum`` are index files of
+    older caches, of which the manifest has no checksum.
+    """
     directory = storage.normalize(directory)
     manifest = Manifest.read(directory)
+    splits = manifest.splits
+    num_expected = sum(len(split.shards) + 1 for split in splits.values())  # shards and an index
     begin = time.perf_counter()
-    progress.start("verify", sum(len(split.shards) + 1 for split in manifest.splits.values()))  # shards and an index
+    progress.start("verify", num_expected)
     damaged = []
-    num_files = total_bytes = 0
+    num_files = 0
+    total_bytes = 0
     for name, problem, num_bytes in check_all(directory, manifest):
         num_files += 1
         total_bytes += num_bytes
@@ -335,7 +350,7 @@ def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
         "num_files": num_files,
         "bytes": total_bytes,
         "seconds": round(time.perf_counter() - begin, 3),
-        "without_checksum": [f"{name}/index.arrow" for name, info in manifest.splits.items() if not info.index_sha256],
+        "without_checksum": [f"{name}/index.arrow" for name, split in splits.items() if not split.index_sha256],
         "damaged": damaged,
         "mend": repair_command(directory, manifest) if damaged else None,
     }
@@ -360,17 +375,19 @@ def damage_lines(figures: Figures) -> Iterator[str]:
 
 
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
-    """Describe a pack of a saved plan as a tree of shared prefixes and samples.
+    """Describe pack number ``pack`` of a saved plan as a tree of shared prefixes and samples.
 
-    ``model``: directory of the model, by default that of the export; read only to locate media in shared prefixes.
+    ``directory`` is that of the cache, ``plan`` the path of the plan. ``model`` is the directory of the model, by
+    default that of the export; it is read only to locate media in shared prefixes.
     """
     reader = CacheReader.open([directory])
     saved_plan = read_plan_of(reader, plan)
     sample_numbers, branches = _content_of_pack(saved_plan, pack)
     samples = [reader.sample(number) for number in sample_numbers]
-    media_tokens = None
+
     has_prefixes = any(branch.num_samples > 1 for branch in branches)
     has_media = any(sample.media for sample in samples)
+    media_tokens = None
     if has_prefixes and has_media:
         media_tokens = MediaTokens.of(model_of_cache(reader, model).config)
     prefixes, sample_figures = _branch_figures(branches, sample_numbers, samples, media_tokens)
@@ -400,33 +417,36 @@ def _branch_figures(
     samples: Sequence[EncodedSample],
     media_tokens: MediaTokens | None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return figures of the shared prefixes of a pack, and of the tokens that each sample adds to them.
+    """Return the figures of the branches of a pack: of shared prefixes, and of the tokens that single samples add.
 
-    ``start`` and ``end`` are a range in the pack, and ``positions`` those of its first and last token in each sample.
-    ``prefix`` is the number of the prefix that it continues.
+    A branch is a range of tokens of the pack that belongs to one or more samples. It may continue another branch, its
+    parent, which is before it. ``start`` and ``end`` are its range in the pack, ``positions`` those of its first and
+    last token in each sample, and ``prefix`` is the number of its parent among the shared prefixes, None without one.
     """
     prefixes: list[dict[str, Any]] = []
-    sample_figures: list[dict[str, Any]] = []
-    prefix_numbers: dict[int, int] = {}  # by the index of the branch
+    own_tokens: list[dict[str, Any]] = []
+    prefix_number_by_branch: dict[int, int] = {}
     pack_start = 0
-    for index, branch in enumerate(branches):
+    for branch_index, branch in enumerate(branches):
         branch_samples = samples[branch.first_sample : branch.stop_sample]
         branch_numbers = sample_numbers[branch.first_sample : branch.stop_sample]
         figures = {
             "start": pack_start,
             "end": pack_start + branch.num_tokens,
             "positions": [branch.start, branch.stop - 1],
-            "prefix": prefix_numbers.get(branch.parent),  # None for ``NOTHING``
+            "prefix": prefix_number_by_branch.get(branch.parent),
             "trained": _trained_ranges(branch, branch_samples, pack_start),
             "media": _media_texts(branch, branch_samples[0], media_tokens),
         }
-        if branch.num_samples > 1:
-            prefix_numbers[index] = len(prefixes)
+        is_shared = branch.num_samples > 1
+        if is_shared:
+            prefix_number_by_branch[branch_index] = len(prefixes)
             prefixes.append({"samples": branch_numbers, **figures})
         else:
-            sample_figures.append({**_origin_figures(branch_numbers[0], branch_samples[0]), **figures})
+            origin = _origin_figures(branch_numbers[0], branch_samples[0])
+            own_tokens.append({**origin, **figures})
         pack_start += branch.num_tokens
-    return prefixes, sample_figures
+    return prefixes, own_tokens
 
 
 def _trained_ranges(branch: Branch, samples: Sequence[EncodedSample], pack_start: int) -> list[list[int]]:
@@ -463,24 +483,42 @@ def pack_lines(pack: Figures) -> Iterator[str]:
 
 
 def _tree_lines(nodes: Sequence[Figures]) -> Iterator[str]:
-    """Yield the lines of trees of prefixes and samples, parents first."""
-    last_children = {node["prefix"]: node for node in nodes}  # by the number of the parent
-    child_indents: list[str] = []  # of each prefix
+    """Yield lines of text that draw the nodes of a pack as trees, with ``├─`` and ``└─`` before children.
+
+    A node is either a prefix, which several samples share, or the rest of one sample. ``node["prefix"]`` is the number
+    of its parent, which is a prefix, or None for a root. Prefixes are numbered from 0 in the order of ``nodes``, and
+    parents come before their children. A node takes one line, and a second one if it has details.
+    """
+    last_child_by_parent = {node["prefix"]: node for node in nodes}  # later nodes replace earlier ones
+    prefix_indents: list[str] = []  # for the lines below each prefix, by its number
     for node in nodes:
-        indent = indent_below = ""
-        if node["prefix"] is not None:
-            is_last = last_children[node["prefix"]] is node
-            parent_indent = child_indents[node["prefix"]]
-            indent = parent_indent + ("└─ " if is_last else "├─ ")
-            indent_below = parent_indent + ("   " if is_last else "│  ")
-        first, last = node["positions"]
-        yield f"  {indent}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {_node_name(node)}"
+        parent = node["prefix"]
+        if parent is None:
+            first_indent = ""
+            next_indent = ""
+        elif node is last_child_by_parent[parent]:
+            first_indent = prefix_indents[parent] + "└─ "
+            next_indent = prefix_indents[parent] + "   "
+        else:
+            first_indent = prefix_indents[parent] + "├─ "
+            next_indent = prefix_indents[parent] + "│  "  # continues the line to the next child
+        yield f"  {first_indent}{_node_summary(node)}"
+
         is_prefix = "samples" in node
+        if is_prefix:
+            prefix_indents.append(next_indent)
+            details_indent = next_indent + "│  "  # a prefix has children below its details
+        else:
+            details_indent = next_indent + "    "
         details = _node_details(node)
         if details:
-            yield f"  {indent_below}{'│  ' if is_prefix else '    '}{details}"
-        if is_prefix:
-            child_indents.append(indent_below)
+            yield f"  {details_indent}{details}"
+
+
+def _node_summary(node: Figures) -> str:
+    """Return the range of a node in the pack, its positions in its samples, and its name."""
+    first, last = node["positions"]
+    return f"[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {_node_name(node)}"
 
 
 def _node_name(node: Figures) -> str:

@@ -23,7 +23,7 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.cache.origins import read_origins
 from packtool.cache.reader import CacheReader
 from packtool.cache.shard import num_targets
-from packtool.config.data import ExportConfig
+from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder, encode_samples
@@ -60,17 +60,20 @@ class RunLosses:
     """
 
     def __init__(self, directory: str) -> None:
+        """Read the losses; raise a MismatchError if the run has kept none."""
         self.run = run_directory(directory)
         self.reader: CacheReader | None = None
-        history = os.path.join(self.run, HISTORY)
-        stream = stream_losses(history)
         self.losses: dict[int, npt.NDArray[np.float32]] = {}
-        if stream is not None:
-            self.losses, self.stream = _of_stream(stream)
+        history = os.path.join(self.run, HISTORY)
+        stream_table = stream_losses(history)  # None for a run on caches
+        if stream_table is not None:
+            self.losses, self.stream = _of_stream(stream_table)
         elif has_history(self.run):
-            newest_segment = read_history(self.run)[-1]
-            self.reader = CacheReader.open([*dict.fromkeys(cache for cache, *_ in newest_segment.caches)])
+            newest_segment = read_history(self.run)[-1]  # the steps since the last start or resume
+            directories = dict.fromkeys(cache for cache, _, _ in newest_segment.caches)  # each once, in order
+            self.reader = CacheReader.open([*directories])
             self.losses = _of_caches(self.reader, history)
+
         self.first, self.last = _first_and_last([*self.losses.values()])
         if np.isnan(self.last).all():
             raise MismatchError(
@@ -175,41 +178,62 @@ def _of_stream(table: Any) -> tuple[dict[int, npt.NDArray[np.float32]], Any]:
 def encode_rows(
     losses: RunLosses, numbers: Int64Array, model: str | None
 ) -> tuple[Decoder, dict[int, EncodedSample], list[str]]:
-    """Encode samples of a stream again from their rows, because a stream keeps no tokens.
+    """Encode samples of a streamed run again from their rows, because a stream keeps no tokens.
 
-    Returns their decoder; by their ``numbers`` (S,) in ``losses``, the samples with as many tokens as when trained; and
-    messages on files that cannot be read. ``model`` is the present directory of the model if it has moved.
+    Args:
+        numbers: positions of the samples in ``losses``, (S,).
+        model: present directory of the model if it has moved.
+
+    Returns:
+        Their decoder; the samples by number, without those that no longer have as many tokens as when trained; and
+        messages on files that cannot be read.
     """
-    rows = losses.stream.select(["source", "row", "sample", "tokens", "target_tokens"]).take(numbers).to_pylist()
-    numbers_by_key = dict(zip((tuple(row.values()) for row in rows), numbers.tolist(), strict=True))
+    key_columns = ["source", "row", "sample", "tokens", "target_tokens"]
+    rows = losses.stream.select(key_columns).take(numbers).to_pylist()
+    keys = [tuple(row.values()) for row in rows]
+    number_by_key = dict(zip(keys, numbers.tolist(), strict=True))
+
     config = _config_of(losses.run, model)
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
-    export_config = config.export_config(output_dir="", max_length=length_of_rows(config, files))
-    spec = export_config.encode_spec
-    drops = {"truncation_strategy": "delete", "media_overflow": "drop"}  # leave out rows that have become too long
-    changes: dict[str, Any] = {name: drop for name, drop in drops.items() if getattr(spec, name) == "raise"}
-    encoder = Encoder(dataclasses.replace(spec, **changes), files)
+    max_length = length_of_rows(config, files)
+    export_config = config.export_config(output_dir="", max_length=max_length)
+    encode_spec = export_config.encode_spec
+    encoder = Encoder(_dropping_long_rows(encode_spec), files)
+
     problems: list[str] = []
-    samples = _encode_files(_find_files(export_config, problems), numbers_by_key, encoder, problems)
-    return Decoder(files, spec.recorded(), encoder.limits), samples, problems
+    row_files = _find_files(export_config, problems)
+    samples = _encode_files(row_files, number_by_key, encoder, problems)
+    return Decoder(files, encode_spec.recorded(), encoder.limits), samples, problems
+
+
+def _dropping_long_rows(spec: EncodeSpec) -> EncodeSpec:
+    """Return settings that leave out rows that have become too long, instead of raising an error."""
+    if spec.truncation_strategy == "raise":
+        spec = dataclasses.replace(spec, truncation_strategy="delete")
+    if spec.media_overflow == "raise":
+        spec = dataclasses.replace(spec, media_overflow="drop")
+    return spec
 
 
 def _encode_files(
-    specs: Iterable[SourceSpec], numbers_by_key: dict[tuple[Any, ...], int], encoder: Encoder, problems: list[str]
+    specs: Iterable[SourceSpec], number_by_key: dict[tuple[Any, ...], int], encoder: Encoder, problems: list[str]
 ) -> dict[int, EncodedSample]:
-    """Encode the samples with these keys: file, row, number in the row, tokens, targets; return them by number.
+    """Encode the samples with these keys from files of rows; return them by number, in ascending order.
 
+    A key is file, row, number in the row, tokens and targets. A sample whose row gives other numbers today is left out.
     Files without such samples are not opened; ``problems`` gets a message on each file that cannot be read.
     """
-    samples = dict[int, EncodedSample]()
+    samples: dict[int, EncodedSample] = {}
     for spec in specs:
         label = Source(spec.path).label
-        row_numbers = {row for name, row, *_ in numbers_by_key if name == label}
+        row_numbers = {row for name, row, *_ in number_by_key if name == label}
+        if not row_numbers:
+            continue
         try:
-            for number_in_row, sample in _encode_file(spec, row_numbers, encoder) if row_numbers else ():
+            for number_in_row, sample in _encode_file(spec, row_numbers, encoder):
                 key = label, sample.row, number_in_row, sample.length, num_targets(sample)
-                if key in numbers_by_key:
-                    samples[numbers_by_key[key]] = sample
+                if key in number_by_key:
+                    samples[number_by_key[key]] = sample
         except DataError as error:
             problems.append(error.message)
     return dict(sorted(samples.items()))

@@ -130,26 +130,32 @@ _RECOMPUTATION_TEXT = (
 
 
 def fit_lines(figures: Figures, hardware: str | None) -> list[str]:
-    """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one."""
+    """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one.
+
+    ``figures`` are those of ``Fit.figures``, with at least one proposal, the fastest first. ``hardware`` is the value
+    of ``--hardware``.
+    """
+    proposals = figures["proposals"]
     rows = [_PROPOSAL_HEADING]
-    for number, proposal in enumerate(figures["proposals"], start=1):
+    for number, proposal in enumerate(proposals, start=1):
         values = {**proposal, "number": number, "recompute": _recompute_text(proposal)}
         rows.append(fill_in(_PROPOSAL_CELLS, values))
+
+    fastest = proposals[0]
     fit_gib = figures["fit"] / 2**30
-    first = figures["proposals"][0]
     lines = [
         *fill_in(_FIT_TEXTS, {**figures, "fit_gib": fit_gib}),
         *aligned(rows, "r"),
         "",
         "Command of the first row:",
-        f"  {first['command']}",
+        f"  {fastest['command']}",
         f"Add --dry-run --hardware {hardware or 'h100'} to check it on any machine. --json has all commands.",
         "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
     if figures["recomputation"] is not None:
         lines += fill_in([_RECOMPUTATION_TEXT], figures["recomputation"])
-    if first["token_share_saved"]:
-        lines += fill_in(_SHARING_TEXTS, first)
+    if fastest["token_share_saved"]:
+        lines += fill_in(_SHARING_TEXTS, fastest)
     return lines
 
 

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +45,9 @@ Block = tuple[int, str | None]
 
 
 def page_content(preview: Preview, figures: Figures, command: str, title: str) -> dict[str, Any]:
-    """Collect the content of ``page`` about a plan; ``figures`` is the output of ``packtool plan --json``."""
+    """Collect the numbers and texts of ``page`` about a plan; ``figures`` is the output of ``packtool plan --json``."""
     packs = preview.plan.full_packs
-    first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each pack
+    offsets = packs.offsets[: _MAX_PACKS + 1]  # first samples of the packs to draw, and the sample after them
     return {
         "title": title,
         "headline": _headline(figures),
@@ -56,7 +56,7 @@ def page_content(preview: Preview, figures: Figures, command: str, title: str) -
         "lengths": length_histogram(packs.full_lengths),
         "capacity": packs.capacity,
         "fills": fill_histogram(packs, num_bins=50),
-        "packs": [_branches(packs, start, stop) for start, stop in first_packs],
+        "packs": [_branches(packs, start, stop) for start, stop in pairwise(offsets)],
         "without_packing": {
             "rows": figures["rows_of_plain_batches"],
             "padding": percent(figures["padding_of_plain_batches"]),
@@ -107,21 +107,25 @@ def _dropped_counts(preview: Preview) -> list[tuple[str, int]]:
 
 
 def _mixture_content(preview: Preview, figures: Figures) -> dict[str, Any] | None:
-    """Return the counts and shares of each source, in the epoch or in all stages of a run; None without a mixture."""
+    """Return counts and shares of a mixture's sources, for a table and a chart by intervals of steps; None without one.
+
+    They are those of an epoch or, if the run has stages with mixtures of their own, of the run.
+    """
     mixture = preview.first_inputs.mixture  # its sources are those of all stages
-    if preview.counts_of_steps is None or mixture is None:
+    counts_of_steps = preview.counts_of_steps  # (steps, sources, UNITS)
+    if counts_of_steps is None or mixture is None:
         return None
-    counts, sources = preview.counts_of_steps, figures["sources"]
+    sources = figures["sources"]
     stages = []
     if figures["stages"]:
         timeline = preview.timeline
-        counts = timeline.counts_of_steps()
+        counts_of_steps = timeline.counts_of_steps()
         counts_of_stages = [by_name(stage.source_counts(), stage.mixture) for stage in timeline.stages]
         sources = share_figures(added(counts_of_stages))
         stages = [_stage_content(stage, timeline.num_steps) for stage in figures["stages"]]
-    num_steps = len(counts)
+    num_steps = len(counts_of_steps)
     steps_per_interval = _steps_per_interval(num_steps)
-    counts_in_unit = counts[:, :, UNITS.index(mixture.unit)]  # (steps, sources)
+    counts_in_unit = counts_of_steps[:, :, UNITS.index(mixture.unit)]  # (steps, sources)
     heading, *rows = source_rows(sources)
     return {
         "heading": heading,
@@ -339,22 +343,23 @@ def _pack_drawings(packs: Sequence[Sequence[Branch]], capacity: int, batch_size:
 def histogram(
     counted: Histogram, noun: str, unit: str, suffix: str = "", vertical_lines: Sequence[tuple[float, str]] = ()
 ) -> Chart:
-    """Return a bar chart of counts of a plural ``noun`` by values in a ``unit``.
+    """Return a bar chart: how many things (``noun``, plural) have a value in each bin, in a ``unit``.
 
-    ``suffix`` follows the numbers of a linear axis; ``vertical_lines`` (value, name) far beyond the bars are left out.
+    ``suffix`` follows the numbers of a linear horizontal axis. Of the ``vertical_lines``, (value, name), those far
+    right of the bars, or left of them, are left out.
     """
     low, high = counted.edges[0], counted.edges[-1]
-    max_value = low + 1.5 * (high - low)
-    drawn_lines = [(value, name) for value, name in vertical_lines if low <= value <= max_value]
+    max_line = low + 1.5 * (high - low)
+    drawn_lines = [(value, name) for value, name in vertical_lines if low <= value <= max_line]
     x_stop = max([high, *(value for value, _ in drawn_lines)])
     if counted.is_log:
         x = Axis.logarithmic(unit, low, x_stop)
     else:
         x = Axis.linear(unit, low, x_stop, num_ticks=6, suffix=suffix)
-    max_count = max(counted.counts, default=0)
-    y = Axis.linear(noun, 0, max_count or 1, num_ticks=4, integers=True, extend=True)
-    lines, notes = _vertical_lines(x, drawn_lines)
-    return Chart(x, y, [*_bars(counted, x, y), *lines], notes)
+    max_count = max(counted.counts, default=0) or 1  # an axis needs a length
+    y = Axis.linear(noun, 0, max_count, num_ticks=4, integers=True, extend=True)
+    lines, line_names = _vertical_lines(x, drawn_lines)
+    return Chart(x, y, [*_bars(counted, x, y), *lines], line_names)
 
 
 def _bars(counted: Histogram, x: Axis, y: Axis) -> list[Box]:
@@ -380,23 +385,23 @@ def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
     """Return a chart of each step's load imbalance: FLOPs of the slowest rank ÷ mean rank; 1 is balanced.
 
     A single step far above all others, often the last one, is drawn at the upper edge with its value as text.
-    ``before`` is with round-robin assignment, and not drawn if equal to ``after``.
+    ``before`` is with packs assigned to ranks in turn, and not drawn if equal to ``after``, which is as planned.
     """
     num_steps = len(after)
-    peaks = [max(pair) for pair in zip(before, after, strict=True)]  # the larger value of each step
-    top, outlier_step = _top_and_outlier(peaks)
+    larger_values = [max(pair) for pair in zip(before, after, strict=True)]
+    top, outlier_step = _top_and_outlier(larger_values)
     x = Axis("optimizer steps of the epoch, in order", low=0, high=1, ticks=_EPOCH_TICKS)
     y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, max(top, _MIN_TOP), num_ticks=4, extend=True)
-    step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]
-    shapes = []
+    step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]  # their middles
+    dots = []
     if list(before) != list(after):
-        shapes.append(_dots(step_positions, before, y, "dot-before"))
-    shapes.append(_dots(step_positions, after, y, "dot-after"))
+        dots.append(_dots(step_positions, before, y, "dot-before"))
+    dots.append(_dots(step_positions, after, y, "dot-after"))
     notes = []
     if outlier_step is not None:
         position = step_positions[outlier_step]
         notes.append(_outlier_note(position, before[outlier_step], after[outlier_step], y.high))
-    return Chart(x, y, shapes, notes)
+    return Chart(x, y, dots, notes)
 
 
 def _top_and_outlier(peaks: Sequence[float]) -> tuple[float, int | None]:
@@ -518,36 +523,42 @@ def blocks_drawing(
     return Drawing(kind, f"{label}, to scale", shapes, _height(max(num_lines, 1)), in_pixels=True)
 
 
-def _shapes_of_pieces(
-    pieces: Iterable[tuple[int, str | None, int]], capacity: int, *, padded: bool
-) -> list[Box | Boxes]:
-    """Return a box for each wide piece (tokens, style, position in tokens), and the narrow ones together by style."""
+def _shapes_of_pieces(pieces: Iterable[_Piece], capacity: int, *, padded: bool) -> list[Box | Boxes]:
+    """Return a box for each wide piece on its line of ``capacity`` tokens, and the narrow ones together by style."""
     shapes: list[Box | Boxes] = []
     narrow_by_style: dict[str, list[Rectangle]] = {}
-    for num_tokens, block_style, position in pieces:
-        line, start = divmod(position, capacity)
-        x = start / capacity * AXIS_LENGTH
+    for piece in pieces:
+        line, token_in_line = divmod(piece.position, capacity)
+        x = token_in_line / capacity * AXIS_LENGTH
         y = line * _LINE_PITCH
-        width = num_tokens / capacity * AXIS_LENGTH
+        width = piece.num_tokens / capacity * AXIS_LENGTH
         if width >= _MIN_WIDTH:
-            box_style, hint = _style_and_hint(block_style, padded=padded)
-            shapes.append(Box(x, y, width, _LINE_HEIGHT, box_style, f"{num_tokens:,} tokens {hint}"))
-        elif block_style is not None:  # narrow padding and free space are left to the background
+            box_style, hint = _style_and_hint(piece.style, padded=padded)
+            shapes.append(Box(x, y, width, _LINE_HEIGHT, box_style, f"{piece.num_tokens:,} tokens {hint}"))
+        elif piece.style is not None:  # narrow padding and free space are left to the background
             visible_width = width * 0.9  # the rest replaces a border
-            narrow_by_style.setdefault(block_style, []).append((x, y, visible_width, _LINE_HEIGHT))
-    shapes += [Boxes(rectangles, block_style) for block_style, rectangles in narrow_by_style.items()]
+            narrow_by_style.setdefault(piece.style, []).append((x, y, visible_width, _LINE_HEIGHT))
+    shapes += [Boxes(rectangles, style) for style, rectangles in narrow_by_style.items()]
     return shapes
 
 
-def _pieces(blocks: Sequence[Block], line_tokens: int, max_tokens: int) -> Iterator[tuple[int, str | None, int]]:
-    """Divide blocks at the ends of lines; yield tokens, style and position of each piece before ``max_tokens``."""
+class _Piece(NamedTuple):
+    """Tokens of a block on one line, ``position`` tokens after the beginning of all blocks; None: no style."""
+
+    num_tokens: int
+    style: str | None
+    position: int
+
+
+def _pieces(blocks: Sequence[Block], line_tokens: int, max_tokens: int) -> Iterator[_Piece]:
+    """Divide blocks at the ends of lines of ``line_tokens``; yield the pieces of the first ``max_tokens`` tokens."""
     position = 0  # in tokens, over all lines
     for num_tokens, block_style in blocks:
         block_end = min(position + num_tokens, max_tokens)
         while position < block_end:
             left_in_line = line_tokens - position % line_tokens
             num_piece_tokens = min(block_end - position, left_in_line)
-            yield num_piece_tokens, block_style, position
+            yield _Piece(num_piece_tokens, block_style, position)
             position += num_piece_tokens
 
 

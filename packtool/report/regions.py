@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from packtool.encode.boxes import written_size
 from packtool.encode.encoded import EncodedImage
@@ -72,29 +73,30 @@ class ShownRegion:
 def regions_of(
     text: str, images: Sequence[EncodedImage], form: BoxForm | None, limits: ImageLimits | None, is_complete: bool
 ) -> list[ShownRegion]:
-    """Return the points, boxes and polygons that a sample's text describes, with the image of each.
+    """Find the points, boxes and polygons that a sample's text describes, with the image of each.
 
     A region may belong to any image before it in the text, or to all if none is before it: it is returned for each.
 
     Args:
         text: text of the sample, with ``PICTURE`` in place of each image.
         form: notation of boxes in the model's family; None if it has none.
+        limits: on the size of images, for notations in pixels of the resized image.
         is_complete: False if the sample was truncated, so that images may be missing.
     """
     if form is None or not images:
         return []
+    is_only_image = is_complete and len(images) == 1
     regions: list[ShownRegion] = []
-    is_certain = is_complete and len(images) == 1
-    for start, name, corners, is_marked in _read_regions(text):
-        num_images_before = text.count(PICTURE, 0, start)
+    for text_region in _read_regions(text):
+        num_images_before = text.count(PICTURE, 0, text_region.start)
         candidates = images[:num_images_before] if num_images_before else images
         for number, image in enumerate(candidates):
-            width, height = written_size(form, image, limits)
-            fractions = tuple((x / width, y / height) for x, y in corners)
-            region = ShownRegion(name, fractions, image=number, is_certain=is_certain)
+            width, height = written_size(form, image, limits)  # the unit of the coordinates in the text
+            fractions = tuple((x / width, y / height) for x, y in text_region.corners)
+            region = ShownRegion(text_region.name, fractions, image=number, is_certain=is_only_image)
             # Numbers without special tokens or JSON around them may be something else than a region.
-            is_plausible = region.is_inside and _is_ordered(corners)
-            if is_marked or is_plausible:
+            is_plausible = region.is_inside and _is_ordered(text_region.corners)
+            if text_region.is_marked or is_plausible:
                 regions.append(region)
     return regions
 
@@ -107,8 +109,17 @@ def _is_ordered(corners: Sequence[Corner]) -> bool:
     return left <= right and top <= bottom
 
 
-def _read_regions(text: str) -> Iterator[tuple[int, str, list[Corner], bool]]:
-    """Yield position, name, corners, and whether tokens or JSON mark them, of the regions in a text."""
+class _TextRegion(NamedTuple):
+    """A region as written at ``start`` in a text; ``is_marked``: special tokens or JSON show that it is a region."""
+
+    start: int
+    name: str
+    corners: list[Corner]
+    is_marked: bool
+
+
+def _read_regions(text: str) -> Iterator[_TextRegion]:
+    """Yield the regions in a text, in order."""
     for match in _REGION.finditer(text):
         is_marked = match["list"] is None
         name = _region_name(text, match)
@@ -118,7 +129,8 @@ def _read_regions(text: str) -> Iterator[tuple[int, str, list[Corner], bool]]:
                 continue
             if len(coordinates) == 2 and not is_marked and not _is_attached(text, match.start()):
                 continue  # two numbers that are not a point
-            yield match.start(), name, list(zip(coordinates[::2], coordinates[1::2], strict=True)), is_marked
+            corners = list(zip(coordinates[::2], coordinates[1::2], strict=True))
+            yield _TextRegion(match.start(), name, corners, is_marked)
 
 
 def _boxes(match: re.Match[str]) -> list[str]:

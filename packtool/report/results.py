@@ -70,29 +70,32 @@ def _shared(report: VerifyReport) -> str:
 
 
 def write_page(report: VerifyReport, path: str, command: str) -> None:
-    """Write the report as a self-contained HTML page that shows ``command`` as the command that made it."""
+    """Write the report of ``packtool verify`` as a self-contained HTML page; it shows the ``command`` that made it."""
     failures = [check.sentence() for check in report.checks if not check.passed]
-    num_passed = len(report.checks) - len(failures)
+    num_checks = len(report.checks)
+    num_passed = num_checks - len(failures)
+    cards = [  # (large number, what it counts, remark)
+        (f"{num_passed} of {num_checks}", "checks passed", ""),
+        (f"{report.num_packs:,}", "packs", ""),
+        (f"{report.num_samples:,}", "samples", ""),
+        (f"{report.num_tokens:,}", "tokens", _shared(report)),
+    ]
+    figures = [
+        ("model", storage.masked(report.model)),
+        ("device", report.device),
+        ("precision", report.dtype),
+        ("attention", report.attention),
+        ("time", f"{report.seconds:.1f} s"),
+    ]
     page = render(
         "verify.html",
         title=f"{storage.name(report.model)}: {_verdict(report)}",
         command=command,
-        cards=[
-            (f"{num_passed} of {len(report.checks)}", "checks passed", ""),
-            (f"{report.num_packs:,}", "packs", ""),
-            (f"{report.num_samples:,}", "samples", ""),
-            (f"{report.num_tokens:,}", "tokens", _shared(report)),
-        ],
+        cards=cards,
         checks=[("", "largest error", "allowed", "result"), *_check_rows(report)],
         failures=failures,
         steps=_step_rows(report),
-        figures=[
-            ("model", storage.masked(report.model)),
-            ("device", report.device),
-            ("precision", report.dtype),
-            ("attention", report.attention),
-            ("time", f"{report.seconds:.1f} s"),
-        ],
+        figures=figures,
     )
     storage.publish(path, page.encode())
 

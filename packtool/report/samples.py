@@ -146,12 +146,17 @@ class ShownPacks:
 def _figures_of_steps(
     locations: npt.NDArray[Any], lengths: npt.NDArray[Any], step_of_pack: Int64Array
 ) -> dict[str, Int64Array]:
-    """Return figures of the S steps, (S,) each; ``locations`` (N, 3) and ``lengths`` (N,) are of the N samples."""
-    step, rank, micro_batch = locations.T.astype(np.int64)
+    """Return figures of the S steps of a plan of N samples in K packs, (S,) each, by their names on the page.
+
+    ``locations``, (N, 3), are step, rank and micro-batch of each sample; ``lengths``, (N,), their tokens.
+    ``step_of_pack`` is (K,). ``least`` and ``most`` are tokens of the ranks with fewest and most in the step.
+    """
+    step, rank, micro_batch = locations.T.astype(np.int64)  # (N,) each
     num_steps = int(step.max()) + 1
+    num_ranks = int(rank.max()) + 1
     last_micro_batch = np.zeros(num_steps, np.int64)
     np.maximum.at(last_micro_batch, step, micro_batch)
-    rank_tokens = np.zeros((num_steps, int(rank.max()) + 1), np.int64)
+    rank_tokens = np.zeros((num_steps, num_ranks), np.int64)
     np.add.at(rank_tokens, (step, rank), lengths)
     return {
         "number": np.arange(num_steps),
@@ -367,14 +372,15 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
     """
     directory = storage.normalize(directory)
     _remove_pages(directory)
-    for name in ("data", "media"):
-        storage.make_directory(storage.join(directory, name))
+    for folder in ("data", "media"):
+        storage.make_directory(storage.join(directory, folder))
+
     num_missing = 0
     progress.start("writing samples", len(pages.numbers))
     try:
         for number in pages.numbers.tolist():
             for name in pages.media_names(number):
-                content = pages.content(name)
+                content = pages.content(name)  # None if it cannot be shown
                 if content is None:
                     num_missing += 1
                 else:
@@ -384,7 +390,7 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
             content = pages.content(name)
             assert content is not None, name
             storage.publish(storage.join(directory, name), content)
-    except BaseException:
+    except BaseException:  # also Ctrl-C
         storage.discard_unfinished(directory)
         raise
     progress.finish()

@@ -96,37 +96,41 @@ def _warnings(simulation: Simulation) -> list[str]:
 
 
 def _assumption_lines(simulation: Simulation) -> list[Line]:
-    """Return the hardware, model and batch sizes that the times are computed from, as (name, value)."""
+    """Return the hardware, model and batch sizes that the times are computed from, as (name, value).
+
+    ``filled_lines`` puts the values into the lines of a template.
+    """
     options = simulation.options
-    machine, sizes = options.machine, options.machine.sizes
-    recomputed = {True: ", recomputed in backward", "auto": " or more, as fits into memory"}
+    machine, model_sizes = options.machine, options.machine.sizes
+    recomputation_texts = {True: ", recomputed in backward", "auto": " or more, as fits into memory"}
     values = {
         "options": options,
         "machine": machine,
         "hardware": machine.hardware,
         "constants": machine.constants,
-        "sizes": sizes,
-        "billions": sizes.num_parameters / 1e9,
+        "sizes": model_sizes,
+        "billions": model_sizes.num_parameters / 1e9,
         "launching": duration(machine.launch_seconds),
         "state_gb": machine.state_bytes / 1e9,
-        "activation_mb": sizes.token_bytes(recompute=bool(machine.recompute)) / 1e6,
-        "recomputed": recomputed.get(machine.recompute, ""),
+        "activation_mb": model_sizes.token_bytes(recompute=bool(machine.recompute)) / 1e6,
+        "recomputed": recomputation_texts.get(machine.recompute, ""),
         "exchange": f", by {options.exchange_type}" if options.exchange_type else "",
     }
     return filled_lines("simulate", values)
 
 
 def simulation_page(simulation: Simulation, command: str) -> str:
-    """Return the page as HTML; it shows ``command`` as the command that made it."""
-    activities = set()
+    """Return the page of a simulation as HTML; it shows ``command`` as the command that made it."""
+    activities: set[str] = set()  # those that take time in some strategy
     for outcome in simulation.outcomes:
-        activities |= {activity for activity, share in outcome.timing.shares.items() if share > 0}
+        activities |= {activity for activity, time_share in outcome.timing.shares.items() if time_share > 0}
+    any_out_of_memory = any(outcome.out_of_memory.any() for outcome in simulation.outcomes)
     return render(
         "simulation.html",
         title=f"{simulation.name}: {storage.name(simulation.model)} on {_machine(simulation)}",
         command=command,
         baseline=simulation.baseline.title,
-        is_faded=any(outcome.out_of_memory.any() for outcome in simulation.outcomes),
+        is_faded=any_out_of_memory,
         cards=_headline(simulation),
         legend=_legend(activities),
         bars=_bars(simulation),
@@ -155,44 +159,52 @@ def _headline(simulation: Simulation) -> list[tuple[str, str, str]]:
 
 
 def _bars(simulation: Simulation) -> list[Any]:
-    """Return a bar for each strategy, as long as its time for the same number of tokens.
+    """Return a bar for each strategy, as long as its time for the same number of tokens; the slowest is full.
 
-    A bar is its name, segments (style, percent of the full width, hint), remark, text at its end (here the speed-up),
-    and whether it is drawn pale.
+    A bar is a tuple for the template: its name, segments (style, percent of the full width, hint), remark, text at its
+    end (here the speed-up), and whether it is drawn pale.
     """
     max_seconds = max(outcome.seconds_per_token for outcome in simulation.outcomes)
     bars = []
     for outcome in simulation.outcomes:
-        width_percent = 100 * outcome.seconds_per_token / max_seconds
+        bar_percent = 100 * outcome.seconds_per_token / max_seconds
         segments = []
-        for activity, (style, name) in _ACTIVITIES.items():
-            fraction = outcome.timing.shares.get(activity, 0)
-            if fraction > 0:
-                segments.append((style, width_percent * fraction, f"{name}: {fraction:.1%}"))
+        for activity, (style, activity_name) in _ACTIVITIES.items():
+            time_share = outcome.timing.shares.get(activity, 0)
+            if time_share > 0:
+                segments.append((style, bar_percent * time_share, f"{activity_name}: {time_share:.1%}"))
+
         num_oom_steps = int(outcome.out_of_memory.sum())
-        remark = f"out of memory in {num_oom_steps} of {outcome.num_steps} steps" if num_oom_steps else ""
+        is_pale = num_oom_steps > 0
+        remark = f"out of memory in {num_oom_steps} of {outcome.num_steps} steps" if is_pale else ""
         speedup = f"{outcome.speedup_over(simulation.baseline):.2f}x"
-        bars.append((outcome.title, segments, remark, speedup, num_oom_steps > 0))
+        bars.append((outcome.title, segments, remark, speedup, is_pale))
     return bars
 
 
 def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """Return the drawing of the activities of each GPU in one step of a strategy: the baseline's median step."""
-    timing = outcome.timing
+    """Return the drawing of what each GPU does in one step of a strategy, with texts for the page.
+
+    For comparison, all strategies show the same step, that of median time of the baseline.
+    """
     # Steps of ``sorted`` have other sequences, so it is shown by its own median step.
     step = _median_step(outcome if outcome.name == "sorted" else simulation.baseline)
+    timing = outcome.timing
+    name_by_gpu = _drawn_gpus(timing, step)
+    rectangles_by_activity = _step_rectangles(timing, step, list(name_by_gpu))
+    shapes = []
+    for activity, rectangles in rectangles_by_activity.items():
+        style, _ = _ACTIVITIES[activity]
+        shapes.append(Boxes(rectangles, style=style))
+    height = len(name_by_gpu) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
     step_seconds = float(timing.step_seconds[step])
-    gpu_names = _drawn_gpus(timing, step)
-    rectangles = _step_rectangles(timing, step, list(gpu_names))
-    shapes = [Boxes(boxes, style=_ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
-    height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
     return {
         "title": outcome.title,
-        "note": _step_note(outcome, step, num_drawn=len(gpu_names)),
-        "gpus": list(gpu_names.values()),
+        "note": _step_note(outcome, step, num_drawn=len(name_by_gpu)),
+        "gpus": list(name_by_gpu.values()),
         "drawing": Drawing("step", "activities of each GPU during the step", shapes, height, in_pixels=True),
         "times": [duration(step_seconds * fraction) for fraction in (0, 0.25, 0.5, 0.75, 1)],
-        "legend": _legend(rectangles),
+        "legend": _legend(rectangles_by_activity),
     }
 
 

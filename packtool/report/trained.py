@@ -31,7 +31,11 @@ def is_run(directory: str) -> bool:
 
 
 def trained_figures(directory: str) -> dict[str, Any]:
-    """Count the samples and tokens that a run has trained up to a checkpoint, or its newest one."""
+    """Count the samples and tokens of each cache that a run has trained up to a checkpoint.
+
+    ``directory`` is that of a checkpoint, or of the run for its newest checkpoint. The counts are in the checkpoint's
+    ledger; raise a MismatchError if it has none.
+    """
     checkpoint = _newest_checkpoint(directory)
     ledger = read_ledger(checkpoint)
     state = read_run_state(checkpoint)
@@ -39,8 +43,9 @@ def trained_figures(directory: str) -> dict[str, Any]:
         cause = "the run was streamed" if state.streaming else "it was written by an older packtool"
         advice = "Only checkpoints of runs on caches, by a newer packtool, have a ledger."
         raise MismatchError(f"{checkpoint} has no ledger of trained samples: {cause}", advice)
+
     sources = [_source_figures(source, is_in_run=True) for source in ledger.sources]
-    sources += [_source_figures(source, is_in_run=False) for source in ledger.retired]
+    sources += [_source_figures(source, is_in_run=False) for source in ledger.retired]  # which the run no longer trains
     return {
         "checkpoint": checkpoint,
         "step": state.step,
@@ -131,25 +136,28 @@ def trained_lines(figures: Figures) -> Iterator[str]:
 
 
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
-    """Plan a step of a run again, 1-based as in the log; return its samples by rank, micro-batch and pack.
+    """Plan a step of a run again; return its samples by rank, micro-batch and pack.
 
-    ``output_dir`` may be a checkpoint. ``model`` is the model's present directory; None if it has not moved.
+    ``output_dir`` may be a checkpoint. ``step`` counts from 1, as in the log. ``model`` is the model's present
+    directory; None if it has not moved.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
     replay = _replay_step(output_dir, segments, step, model)
-    span = replay.timeline.span_at(step - 1)  # the steps of one plan
-    plan, step_in_plan = span.plan, step - 1 - span.first_step
-    samples = plan.samples_of(step_in_plan, step_in_plan + 1)
+    step_index = step - 1
+    span = replay.timeline.span_at(step_index)  # the steps of one plan
+    plan = span.plan
+    plan_step = step_index - span.first_step
+    samples = plan.samples_of(plan_step, plan_step + 1)  # numbers across all caches of the run
     return {
         "step": step,
         "epoch": span.epoch,
-        "step_in_epoch": step_in_plan,
+        "step_in_epoch": plan_step,
         "is_trained": step <= _num_trained_steps(segments),
         "num_samples": len(samples),
         "tokens": int(replay.reader.index.length[samples].sum()),
-        "target_tokens": plan.steps.target_tokens(step_in_plan),
-        "ranks": [_rank_figures(replay, plan, step_in_plan, rank) for rank in range(plan.steps.world_size)],
+        "target_tokens": plan.steps.target_tokens(plan_step),
+        "ranks": [_rank_figures(replay, plan, plan_step, rank) for rank in range(plan.steps.world_size)],
     }
 
 
@@ -220,25 +228,30 @@ def _sample_lines(samples: Sequence[Figures]) -> list[str]:
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
     """Find the steps of a run that trained a sample, number ``row`` of its cache, by planning them again.
 
-    ``cache`` may be None for a run with only one, and ``model`` if the model is still in its directory.
+    A segment is the steps between two starts or resumes of the run. ``cache`` may be None for a run with only one
+    cache, and ``model`` if the model is still in its directory.
     """
-    output_dir = run_directory(output_dir)
-    segments = segments_of(output_dir)
-    fingerprint, directory = _cache_of_row(output_dir, cache, row, [segment for segment, _ in segments])
-    sample: dict[str, Any] = {}
+    run_dir = run_directory(output_dir)
+    segments = segments_of(run_dir)
+    fingerprint, directory = _cache_of_row(run_dir, cache, row, [segment for segment, _ in segments])
+
+    sample_figures: dict[str, Any] = {"cache": directory, "sample": row}  # if it was never planned
     occurrences: list[dict[str, Any]] = []
-    for segment, stop in segments:
-        is_trained_in_segment = any(trained == fingerprint for _, trained, _ in segment.caches)
-        if segment.first < stop and is_trained_in_segment:
-            replay = replay_segment(output_dir, segment, stop, model)
-            for position in replay.positions_of(fingerprint, row):
-                sample = sample or _sample_figures(replay, position)
-                occurrences += _occurrences(replay, position)
+    for segment, stop_step in segments:
+        trains_cache = any(trained == fingerprint for _, trained, _ in segment.caches)
+        has_steps = segment.first < stop_step
+        if not (trains_cache and has_steps):
+            continue
+        replay = replay_segment(run_dir, segment, stop_step, model)
+        for position in replay.positions_of(fingerprint, row):
+            if "source" not in sample_figures:
+                sample_figures = _sample_figures(replay, position)
+            occurrences += _occurrences(replay, position)
     return {
-        **(sample or {"cache": directory, "sample": row}),
-        "run": output_dir,
+        **sample_figures,
+        "run": run_dir,
         "times": sorted(occurrences, key=lambda occurrence: int(occurrence["step"])),
-        "num_skipped": _count_skips(output_dir, fingerprint, row),
+        "num_skipped": _count_skips(run_dir, fingerprint, row),
         "until_step": _num_trained_steps(segments),
     }
 
@@ -252,11 +265,18 @@ def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
 
 
 def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequence[Segment]) -> tuple[str, str]:
-    """Return fingerprint and directory of a run's cache, by default its only one, which must have the row."""
-    directories, sizes = {}, {}  # by fingerprint
+    """Return fingerprint and directory of the cache of a run that has sample ``row``.
+
+    ``cache`` is its present directory; None for the only cache of the run. Raise a ConfigError if the run has not
+    trained it in its present version, or if it has no such sample.
+    """
+    directories: dict[str, str] = {}  # by fingerprint
+    sizes: dict[str, int] = {}
     for segment in segments:
         for directory, fingerprint, num_samples in segment.caches:
-            directories[fingerprint], sizes[fingerprint] = directory, num_samples
+            directories[fingerprint] = directory
+            sizes[fingerprint] = num_samples
+
     if cache is not None:
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
     elif len(directories) == 1:
@@ -264,6 +284,7 @@ def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequen
     else:
         problem = f"--row {row}: {output_dir} has trained several caches: {', '.join(directories.values())}"
         raise ConfigError(problem, f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.")
+
     if fingerprint not in directories:
         version = f"the present version of the cache {cache} ({fingerprint})"
         raise ConfigError(f"--run {output_dir} has not trained {version}")
@@ -279,18 +300,23 @@ def _occurrences(replay: Replay, position: int) -> list[dict[str, Any]]:
 def _occurrence_figures(
     replay: Replay, position: int, step_index: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a step that trained the sample at ``position``, and of its companions.
+    """Return figures of a step that trained a sample, and of its companions: the other samples of its pack.
 
-    These are the other samples of its pack; without packs, and with Skrull, those of its micro-batch.
+    Without packs, and with Skrull, companions are the other samples of its micro-batch. ``position`` is the number of
+    the sample across all caches, ``step_index`` counts the steps of the run from 0.
     """
     span = replay.timeline.span_at(step_index)  # the steps of one plan
-    plan, plan_step = span.plan, step_index - span.first_step
+    plan = span.plan
+    plan_step = step_index - span.first_step
     uses_skrull = plan.placement is not None
     if plan.summary.options.packing and not uses_skrull:
         packs = [plan.packs.pack(pack)]
     else:
         packs = list(plan.samples(plan_step, rank, micro_batch))
-    companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
+
+    companions: list[int] = []
+    for pack_samples in packs:
+        companions += [sample for sample in pack_samples.tolist() if sample != position]
     listed = companions[:_MAX_COMPANIONS]
     return {
         "step": step_index + 1,
