@@ -63,24 +63,28 @@ _NEEDS_MODEL = frozenset(
 def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``--set training.NAME=VALUE``, their values converted to the types that they declare.
 
-    Raise a ConfigError that lists all unknown fields, fields that packtool sets itself, and values of wrong types.
+    They are fields of transformers' TrainingArguments. Raise a ConfigError that lists all unknown fields, fields that
+    packtool sets itself, and values of wrong types.
     """
-    problems = []
+    if not fields:
+        return {}
+    hint_by_name = typing.get_type_hints(TrainingArguments)
+    known_names = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     checked = {}
-    hints = typing.get_type_hints(TrainingArguments) if fields else {}
-    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    problems = []
     for name, value in fields.items():
-        origin = f"--set training.{name}"
-        reason = training_argument_problem(name)
-        if reason is not None:
-            problems.append(f"{origin}: {reason}")
-        elif name not in known:
-            problems.append(f"{origin}: transformers' TrainingArguments has no such field{did_you_mean(name, known)}")
+        option = f"--set training.{name}"
+        refusal = training_argument_problem(name)
+        if refusal is not None:
+            problems.append(f"{option}: {refusal}")
+        elif name not in known_names:
+            hint = did_you_mean(name, known_names)
+            problems.append(f"{option}: transformers' TrainingArguments has no such field{hint}")
         else:
             try:
-                checked[name] = _convert_value(value, _allowed_types(hints[name]))
+                checked[name] = _convert_value(value, _allowed_types(hint_by_name[name]))
             except ValueError as error:
-                problems.append(f"{origin}: {error}")
+                problems.append(f"{option}: {error}")
     if problems:
         raise ConfigError.from_problems(problems)
     return checked
@@ -96,23 +100,28 @@ def _allowed_types(hint: Any) -> tuple[Any, ...]:
 def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
     """Convert a value of ``--set``, as parsed by YAML, to one of the allowed types; raise a ValueError if impossible.
 
-    For example, 1 becomes 1.0 for a float. ``allowed`` are types without parameters: ``list`` for ``list[str]``.
+    For example, 1 becomes 1.0 for a float, and "yes" becomes True for a bool. ``allowed`` are types without parameters:
+    ``list`` for ``list[str]``.
     """
     classes = tuple(member for member in allowed if isinstance(member, type))
-    # For Python a bool is an int, but here true and false are not numbers.
-    is_bool = isinstance(value, bool)
-    has_allowed_type = bool in classes if is_bool else isinstance(value, classes)
-    if has_allowed_type:
+    if isinstance(value, bool):
+        # For Python a bool is an int, but here true and false are not numbers.
+        if bool in classes:
+            return value
+    elif isinstance(value, classes):
         return value
-    if isinstance(value, int) and not is_bool and float in classes:
+    elif isinstance(value, int) and float in classes:
         return float(value)
-    if isinstance(value, float) and int in classes and value.is_integer():
+    elif isinstance(value, float) and int in classes and value.is_integer():
         return int(value)
-    if isinstance(value, str) and bool in classes and value.lower() in _YAML_BOOLS:
+    elif isinstance(value, str) and bool in classes and value.lower() in _YAML_BOOLS:
         return _YAML_BOOLS[value.lower()]
+
     takes_text = str in classes or any(issubclass(member, enum.Enum) for member in classes)
+    if takes_text and isinstance(value, bool):
+        return str(value).lower()
     if takes_text and isinstance(value, (str, int, float)):
-        return str(value).lower() if is_bool else str(value)
+        return str(value)
     raise ValueError(f"{value!r} is not {_describe_types(allowed)}")
 
 
@@ -210,17 +219,20 @@ def name_failed_tracker() -> Iterator[None]:
 
 
 def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
-    """Create optimizer and schedule for a single weight, so that wrong settings raise before the model is loaded."""
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    """Create optimizer and schedule for a single weight, so that wrong settings raise before the model is loaded.
+
+    Optimizers that are created from the modules of a model are checked later, by ``check_optimizer_of``.
+    """
+    weights = [torch.nn.Parameter(torch.zeros(1))]
     with refused_by_transformers():
+        optimizer: torch.optim.Optimizer
         if args.optim in _NEEDS_MODEL:
-            with contextlib.suppress(ValueError):  # because it has no model, with which check_optimizer_of checks it
+            with contextlib.suppress(ValueError):  # because there is no model; other errors are raised
                 Trainer.get_optimizer_cls_and_kwargs(args)
-            any_optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)  # to check the schedule
-            optimizer: torch.optim.Optimizer = any_optimizer
+            optimizer = torch.optim.SGD(weights, lr=args.learning_rate)  # any one, to check the schedule
         else:
             optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-            optimizer = optimizer_class(parameters, **settings)
+            optimizer = optimizer_class(weights, **settings)
         get_scheduler(
             args.lr_scheduler_type,
             optimizer=optimizer,

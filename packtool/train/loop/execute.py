@@ -65,15 +65,23 @@ def execute(
     lock: DirectoryLock | None,
     uploads: HubUploads | None = None,
 ) -> TrainResult:
-    """Load and train the model, write the completed ``result``; only the first rank has ``lock`` and ``uploads``."""
+    """Load and train the model of a run on all ranks, and write the result.
+
+    Args:
+        result: what is known before training; the returned result is complete.
+        lock: of the output directory; None on all but the first rank.
+        uploads: to the hub; None on all but the first rank, and without them.
+    """
     run = run.with_config(dataloader_num_workers=measure_workers(run, spec))
     with quiet_transformers():
         trainer, callback = _make_trainer(run, spec, progress, lock, uploads)
-        parameters = _report_parameters(trainer, progress)
+        parameter_counts = _report_parameters(trainer, progress)
         seconds = _train(trainer, spec, progress)
+
     _report_end(trainer, callback, result.steps, progress)
     result = _with_training_figures(result, trainer, callback, seconds)
-    result = dataclasses.replace(result, num_skipped=_report_skipped_samples(trainer, progress), **parameters)
+    num_skipped = _report_skipped_samples(trainer, progress)
+    result = dataclasses.replace(result, num_skipped=num_skipped, **parameter_counts)
     if run.world.is_first:
         result.write()
     if uploads is not None and not trainer.watch.stopped_by:
@@ -111,10 +119,13 @@ def _train(trainer: PackTrainer, spec: InputSpec, progress: Progress) -> float:
 def _with_training_figures(
     result: TrainResult, trainer: PackTrainer, callback: RunCallback, seconds: float
 ) -> TrainResult:
-    """Complete a result with the figures of ``seconds`` of training, and its checkpoint; all ranks call this."""
+    """Return a result with the figures of ``seconds`` of training, and its checkpoint; all ranks call this.
+
+    First and last loss are None on all ranks but the first one, which writes the result.
+    """
     config = trainer.loader.run.config
-    counts = trainer.loader.steps.final_counts()  # of samples and tokens, if they were unknown before (a stream)
-    result = dataclasses.replace(result, **counts)
+    stream_counts = trainer.loader.steps.final_counts()  # of samples and tokens; empty unless rows were streamed
+    result = dataclasses.replace(result, **stream_counts)
     report = callback.report
     return dataclasses.replace(
         result,
@@ -150,7 +161,10 @@ def _estimates_memory() -> bool:
 def _make_trainer(
     run: Run, spec: InputSpec, progress: Progress, lock: DirectoryLock | None, uploads: HubUploads | None
 ) -> tuple[PackTrainer, RunCallback]:
-    """Start the process group, check that all ranks have the same plan, create the output directory, load the model."""
+    """Prepare a rank for training: start the process group, check that all ranks have the same plan, load the model.
+
+    Also creates the output directory. The order of these steps matters.
+    """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
     args = _start_ranks(run, dtype, on_gpu=on_gpu)
@@ -159,8 +173,10 @@ def _make_trainer(
     _switch_off_liger(args, run, spec, progress)
     loader = StepLoader(run, spec)
     parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
+
     connect_deepspeed_on_cpus(run.config)  # which building the model needs
-    model, saved_precision, files_of_unloaded_tensors = build_model(run, spec, dtype, parallel, progress)
+    model, saved_precision, unloaded_files = build_model(run, spec, dtype, parallel, progress)
+
     shard_on_cpus(run.config)  # which the Trainer needs
     trainer = PackTrainer(
         model,
@@ -172,7 +188,7 @@ def _make_trainer(
         recomputation=switch_of(run, spec, dtype, model, progress),
     )
     configure_fsdp(trainer.accelerator, model, run.config)
-    callback = RunCallback(trainer, progress, lock, files_of_unloaded_tensors, uploads)
+    callback = RunCallback(trainer, progress, lock, unloaded_files, uploads)
     trainer.add_callback(callback)
     return trainer, callback
 
@@ -335,20 +351,23 @@ class RunCallback(TrainerCallback):
         ``state.global_step`` is the number of finished steps. The Trainer logs and saves after this call.
         """
         timeline = self.run.timeline
-        step = state.global_step
-        state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
-        next_step_in_epoch = timeline.locate(step)[1]
+        num_steps_done = state.global_step
+        state.epoch = timeline.epochs(num_steps_done)  # the Trainer regards the whole run as one epoch
+        _next_epoch, next_step_in_epoch = timeline.locate(num_steps_done)
         ends_epoch = next_step_in_epoch == 0
-        ends_run = step >= timeline.num_steps
+        ends_run = num_steps_done >= timeline.num_steps
+
         control.should_log |= ends_run
         self._request_saving(control, is_epoch_end=ends_run or ends_epoch)
-        is_due = ends_run or self._is_evaluation_due(step, ends_epoch=ends_epoch)
+        is_due = ends_run or self._is_evaluation_due(num_steps_done, ends_epoch=ends_epoch)
         will_evaluate = self.run.validation is not None and is_due
-        self.watch.end_step(state, control, will_evaluate=will_evaluate)
+        self.watch.end_step(state, control, will_evaluate=will_evaluate)  # requests the end after a stop signal
         if self.report is not None:
             self.report.end_step(should_log=control.should_log)
         if will_evaluate:
             self._evaluate(args, state, control)  # may request a checkpoint or the end of training
+
+        # From here on, control.should_save is final.
         self._check_lock(is_saved=control.should_save)
         if control.should_save and state.is_world_process_zero:
             discard_run_state(_checkpoint(args, state))  # if there is one, it is overwritten
@@ -382,13 +401,18 @@ class RunCallback(TrainerCallback):
         return step % interval == 0
 
     def _evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Evaluate; in ``control``, request a checkpoint of a best result, and the end if results no longer improve."""
+        """Evaluate; in ``control``, request a checkpoint of a best result, and the end if results no longer improve.
+
+        ``state`` keeps the best result so far and its step. Raise a ConfigError if an evaluation has no figure of the
+        name ``--metric-for-best-model``.
+        """
         config = self.run.config
         should_log = control.should_log
-        figures = self.trainer.evaluate_validation()
+        figures = self.trainer.evaluate_validation()  # by names such as eval_loss
         control.should_log = should_log  # the evaluation's log line has reset it
         if not config.seeks_best and config.early_stop_interval is None:
             return
+
         name = config.best_metric
         if name not in figures:
             raise ConfigError(

@@ -146,21 +146,28 @@ class Meter:
         """
         figures = self._figures
         seconds, log_seconds = self._take_seconds()
-        means = self._target_means(accelerator.num_processes)
-        mean_loss = means.pop("loss", None)
-        line = self._loss_figures(loss, mean_loss) | figures.logged() | means
+        target_means = self._target_means(accelerator.num_processes)
+        mean_loss = target_means.pop("loss", None)
+
+        line = self._loss_figures(loss, mean_loss)
+        line |= figures.logged()
+        line |= target_means
         line |= self._speed_figures(seconds, log_seconds)
         line["memory_gib"] = memory_gib(accelerator.device)
         if copy_seconds is not None:
             line["copy_wait"] = copy_seconds / max(seconds, 1e-9)
         if self._balances:
-            local_balance = float(torch.stack(self._balances).sum()) / self._num_steps  # the ranks' parts add up
-            line["router_balance"] = sum(all_gather_objects(local_balance, accelerator.num_processes))
+            line["router_balance"] = self._mean_balance(accelerator.num_processes)
         if self._num_padding_tokens:
             line["padding"] = self._num_padding_tokens / self._num_computed_tokens
         line |= _flops_figures(figures, recomputed, seconds, accelerator)
         self._reset()
         return line
+
+    def _mean_balance(self, num_processes: int) -> float:
+        """Return the mean load-balancing loss of the steps; each rank has a part of it, and the parts add up."""
+        local_part = float(torch.stack(self._balances).sum()) / self._num_steps
+        return sum(all_gather_objects(local_part, num_processes))
 
     def _take_seconds(self) -> tuple[float, float]:
         """Return the seconds since the previous line, and how many of them log lines took; restart the first."""
@@ -229,21 +236,24 @@ class SampleLosses:
 
     @torch.no_grad()
     def add(self, step: int, planned_samples: Sequence[Any], losses: TargetLosses, batch: Batch) -> None:
-        """Add this rank's targets of a micro-batch, without waiting for the device.
+        """Sum this rank's target losses of a micro-batch by sample, without waiting for the device.
 
-        ``planned_samples`` are positions in the caches, or samples of a stream; also skipped ones.
+        ``planned_samples`` are positions in the caches, or samples of a stream; also skipped ones. A target in a prefix
+        that samples share counts for each of them.
         """
-        skipped = {sample.index for sample in batch.skipped}
-        samples: list[Any] = [sample for index, sample in enumerate(planned_samples) if index not in skipped]
+        skipped_indices = {sample.index for sample in batch.skipped}
+        samples: list[Any] = [sample for index, sample in enumerate(planned_samples) if index not in skipped_indices]
         if samples and not isinstance(samples[0], int):
-            samples = list(map(stream_key, samples))
+            samples = [stream_key(sample) for sample in samples]
+
         target_losses = losses.losses.detach().float()
-        # ``sample_numbers`` are indices in ``samples``, one for each of ``target_losses``.
+        # One index in ``samples`` for each entry of ``target_losses``.
         if isinstance(batch, TreeTargets):
-            sample_numbers, targets = batch.sample_targets
-            target_losses = target_losses[targets]  # those of a shared prefix once for each of its samples
+            sample_numbers, target_numbers = batch.sample_targets
+            target_losses = target_losses[target_numbers]
         else:
             sample_numbers = batch.documents_of(losses.positions)
+
         loss_and_count = torch.stack((target_losses, torch.ones_like(target_losses)))
         sums = loss_and_count.new_zeros(2, len(samples)).index_add_(1, sample_numbers, loss_and_count)
         self._sums.append(sums)
@@ -283,8 +293,10 @@ def _flops_figures(
     """Return shares of recomputed layers and FLOPs, and ``_utilization``; ``recomputed`` as in ``take_log_line``."""
     line = {}
     if recomputed is not None:
-        counts = all_gather_objects(recomputed, accelerator.num_processes)
-        line["recomputed_layers"] = sum(part for part, _ in counts) / max(sum(total for _, total in counts), 1)
+        counts_of_ranks = all_gather_objects(recomputed, accelerator.num_processes)
+        num_recomputed = sum(count for count, _ in counts_of_ranks)
+        num_layers = sum(count for _, count in counts_of_ranks)
+        line["recomputed_layers"] = num_recomputed / max(num_layers, 1)
         figures = figures.with_recomputed(line["recomputed_layers"])
     if figures.flops:
         line["recomputed_flops"] = figures.hardware_flops / figures.flops - 1
@@ -310,10 +322,13 @@ def memory_gib(device: torch.device) -> float:
 
 
 def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
-    """Describe each figure of the log lines and its unit; ``gpu`` is the name of this rank's GPU, None without one."""
-    waited_for = "data / the log" if gpu is None else "data / copies to the GPU / the log"
-    memory = "in the machine" if gpu is None else "on its GPU"
-    meanings = {} if run.config.streaming else {"epoch": "passes over the data so far"}
+    """Yield a table that explains each figure of the log lines; ``gpu`` is the name of this rank's GPU, or None."""
+    on_gpu = gpu is not None
+    waited_for = "data / copies to the GPU / the log" if on_gpu else "data / the log"
+    memory = "on its GPU" if on_gpu else "in the machine"
+    meanings: dict[str, str] = {}
+    if not run.config.streaming:
+        meanings["epoch"] = "passes over the data so far"
     meanings |= {
         "loss": "mean over target tokens, in nats",
         "grad norm": "norm of the gradient of all trained weights, before clipping",
@@ -323,10 +338,10 @@ def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
         "fill": "share of the computed tokens that belong to samples",
         "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"peak memory of this process so far, {memory}, in GiB",
-        **_optional_meanings(run, gpu),
     }
+    meanings |= _optional_meanings(run, gpu)
     yield "log lines, each for the steps since the previous line (metrics.jsonl has more figures):"
-    width = max(map(len, meanings))
+    width = max(len(name) for name in meanings)
     for name, meaning in meanings.items():
         yield f"  {name:{width}}  {meaning}"
 
@@ -451,22 +466,26 @@ class Outliers:
         self._log_norms: deque[float] = deque(maxlen=WINDOW)  # norms vary by factors
 
     def add_line(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Compare a line with the previous lines, and keep its values for later comparisons.
+        """Compare a log line with the previous lines, and keep its loss and gradient norm for later comparisons.
 
         Returns:
-            the medians of previous values: ``loss`` if the loss is an outlier, ``grad_norm`` if the norm is one.
+            Medians of previous values, only for outliers: ``loss`` if the loss is one, ``grad_norm`` if the norm is
+            one. Values that are missing, infinite or NaN are neither compared nor kept.
         """
         medians = {}
-        loss, norm = logs.get("loss"), logs.get("grad_norm")
+        loss = logs.get("loss")
         if loss is not None and math.isfinite(loss):
             median_loss = median(self._losses) if self._losses else 0.0
             if is_far_above(loss, self._losses, min_sigma=_MIN_LOSS_SIGMA * abs(median_loss)):
                 medians["loss"] = median_loss
             self._losses.append(loss)
+
+        norm = logs.get("grad_norm")
         if norm is not None and math.isfinite(norm) and norm > 0:
-            if is_far_above(math.log(norm), self._log_norms, min_sigma=_MIN_LOG_NORM_SIGMA):
+            log_norm = math.log(norm)  # because norms vary by factors
+            if is_far_above(log_norm, self._log_norms, min_sigma=_MIN_LOG_NORM_SIGMA):
                 medians["grad_norm"] = math.exp(median(self._log_norms))
-            self._log_norms.append(math.log(norm))
+            self._log_norms.append(log_norm)
         return medians
 
 
@@ -532,22 +551,26 @@ class Report:
         """Write and show a log line of training or of an evaluation, and warn about outliers and slow loading.
 
         Args:
+            step: number of steps done.
             logs: figures by their names in ``metrics.jsonl``; ``loss`` is missing in those of an evaluation.
             reads: this rank's reads of the media cache so far.
         """
+        is_training_line = "loss" in logs
         line = {"step": step, **logs}
-        if "loss" in logs:
+        if is_training_line:
             line |= self._media_cache_figures(reads)
-        outlier_medians = self._outliers.add_line(logs)
+        outlier_medians = self._outliers.add_line(logs)  # empty if nothing is unusual
         if outlier_medians:
             line["unusual"] = list(outlier_medians)
         self._append(line)
         self._show(line)
-        if "loss" not in logs:
+        if not is_training_line:
             return
+
         if logs["target_tokens"]:
             self.last_loss = float(logs["loss"])
-            self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
+            if self.first_loss is None:
+                self.first_loss = self.last_loss
         if outlier_medians:
             inspected_dir = None if self.run.config.streaming else shlex.quote(output_dir)
             self.progress.note(outlier_warning(step, outlier_medians, logs, inspected_dir))

@@ -250,24 +250,29 @@ class _Measured(NamedTuple):
 
 
 def _measure_loading(kind: str, samples: Iterable[EncodedSample], spec: InputSpec, progress: Progress) -> _Measured:
-    """Load the media of one kind of each sample, and measure all samples but the first, whose time includes imports."""
-    num_media = num_bytes = num_samples = 0
-    seconds = 0.0
+    """Load the media of one kind ("pictures", "videos" or "sounds") of each sample, and measure the time.
+
+    The first sample is loaded but not counted, because its time includes imports. Stop early after ``_MAX_SECONDS``.
+    """
+    num_media = 0
+    num_bytes = 0
+    num_samples = 0
+    total_seconds = 0.0
     progress.start(f"loading {kind}", MAX_SAMPLES)
     for number, sample in enumerate(samples):
         sample_of_kind, files_of_media, load = _with_only(kind, sample, spec)
         sample_seconds = _loading_seconds(load, sample_of_kind, spec)
         if number == 0:
             continue
-        seconds += sample_seconds
-        num_media += len(files_of_media)
         num_samples += 1
-        num_bytes += sum(map(_num_bytes, files_of_media))
+        num_media += len(files_of_media)
+        num_bytes += sum(_num_bytes(files) for files in files_of_media)
+        total_seconds += sample_seconds
         progress.advance(1)
-        if seconds > _MAX_SECONDS:
+        if total_seconds > _MAX_SECONDS:
             break
     progress.finish()
-    return _Measured(num_media, seconds, num_bytes, num_samples)
+    return _Measured(num_media, total_seconds, num_bytes, num_samples)
 
 
 def _num_bytes(files: _Files) -> int:

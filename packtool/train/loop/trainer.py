@@ -112,9 +112,12 @@ class DeviceCopies:
             return batch.to(self._device)
         with torch.cuda.stream(self._stream):
             on_device = batch.to(self._device, non_blocking=True)
-        computing = torch.cuda.current_stream(self._device)
+
+        # Let the computation wait for the copy, between two events that measure this.
         cuda: Any = torch.cuda
-        wait_begin, wait_end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        computing = cuda.current_stream(self._device)
+        wait_begin = cuda.Event(enable_timing=True)
+        wait_end = cuda.Event(enable_timing=True)
         wait_begin.record(computing)
         computing.wait_stream(self._stream)
         wait_end.record(computing)
@@ -168,21 +171,25 @@ class PackTrainer(Trainer):
         self.config = config = loader.run.config
         with _restored_settings(model, args, saves_sharded_optimizer=config.shares_experts):
             super().__init__(model=model, args=args)
-        for callback in (PrinterCallback, ProgressCallback):
-            self.remove_callback(callback)
+        # Packtool logs and shows the progress itself.
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
         self.loader, self.saved, self.watch = loader, saved, watch
         self.parallel, self.recomputation = parallel, recomputation
-        # --asft-alpha compares with a copy of the untrained model, made before LossFunction changes the model's head.
-        self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
+
+        # The copy of the untrained model is made before LossFunction changes the model's head.
+        uses_reference = config.asft_alpha is not None
+        self.reference = ReferenceModel(model, args.device) if uses_reference else None
         self.loss_function = LossFunction(model)
         self.neftune_noise_alpha = None  # off: the Trainer would scale the noise by the length of the pack
         self.noise = EmbeddingNoise(model, args.neftune_noise_alpha) if args.neftune_noise_alpha else None
         self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
         self.active_layers = ActiveLayers.of(model, config)
+        self._copies = DeviceCopies(args.device)
+
         self.skipped: list[tuple[int, SkippedSample]] = []
         self.meter = Meter(by_channel=loader.run.source.logs_channels)
         self.sample_losses = SampleLosses() if config.sample_losses else None
-        self._copies = DeviceCopies(args.device)
 
     def get_train_dataloader(self) -> Any:
         """Return the loader as it is: its steps are this rank's own, so accelerate must not shard or move them."""
@@ -272,20 +279,19 @@ class PackTrainer(Trainer):
     ) -> Tensor:
         """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached.
 
-        ``planned_samples`` are positions in the caches or samples of a stream, including skipped ones.
+        ``step_mean`` divides the sum of the losses by the target tokens of the complete step. ``planned_samples`` are
+        positions in the caches or samples of a stream, including skipped ones.
         """
-        model.train()
-        optimizer: Any = self.optimizer
-        if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers have training and evaluation modes
-            optimizer.train()
+        self._enter_training_mode(model)
         if self.noise is not None:
             self.noise.batch = batch
         with self.compute_loss_context_manager():
-            losses = self._weighted_losses(model, batch)
-            self.meter.add_losses(losses, batch)
+            target_losses = self._weighted_losses(model, batch)
+            self.meter.add_losses(target_losses, batch)
             if self.sample_losses is not None:
-                self.sample_losses.add(self.state.global_step, planned_samples, losses, batch)
-            loss = step_mean.contribution(losses.weighted_sum())
+                self.sample_losses.add(self.state.global_step, planned_samples, target_losses, batch)
+            loss = step_mean.contribution(target_losses.weighted_sum())
+
         interval = self.args.torch_empty_cache_steps
         if interval is not None and self.state.global_step % interval == 0:
             clear_device_cache()
@@ -293,6 +299,12 @@ class PackTrainer(Trainer):
         loss = loss.detach()
         self.watch.record_loss(loss)
         return loss
+
+    def _enter_training_mode(self, model: nn.Module) -> None:
+        model.train()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers have training and evaluation modes
+            optimizer.train()
 
     def _weighted_losses(self, model: nn.Module, batch: Batch) -> TargetLosses:
         """The losses of the targets of a micro-batch, with the weights of ASFT, DFT or EAFT if one of them is set."""
@@ -329,22 +341,24 @@ class PackTrainer(Trainer):
             ``eval_loss/CHANNEL`` for each channel.
         """
         run = self.loader.run
-        assert run.validation is not None, "called only for runs with a val split"
+        validation = run.validation
+        assert validation is not None, "called only for runs with a val split"
         begin = time.perf_counter()
-        # The terminal shows the progress of training, not that of the evaluation.
-        logs = evaluate(
+        # Without a progress, because the terminal shows that of the training.
+        evaluation = evaluate(
             self.model_wrapped,
-            run.validation.reader,
+            validation.reader,
             self.loader.spec,
-            run.validation.plan,
+            validation.plan,
             world=run.world,
             num_workers=workers_of(run),
-            samples=run.validation.samples,
+            samples=validation.samples,
             parallel=self.parallel,
-        ).metrics()
+        )
+        figures = evaluation.metrics()
         self.meter.exclude(time.perf_counter() - begin)
-        self.log(dict(logs))
-        return logs
+        self.log(dict(figures))
+        return figures
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.meter.begin_log()

@@ -121,8 +121,11 @@ class StepWatch:
         self.num_bad = 0  # bad steps so far
         self.skipped_steps: list[int] = []
         self.num_good: int | None = None
-        self._losses: list[Tensor] = []  # of this rank's micro-batches in the current step
-        self._norm: Tensor | float = 0.0  # of the current step's gradients, over all ranks
+
+        # Of the current step:
+        self._losses: list[Tensor] = []  # of this rank's micro-batches, 0-d each
+        self._norm: Tensor | float = 0.0  # of the gradients over all ranks
+        # Of the previous step, or of the current one after ``before_update``; None if its result is read.
         self._pending: _PendingExchange | None = None
 
     def begin_step(self) -> None:
@@ -168,23 +171,31 @@ class StepWatch:
         return bool(is_bad)
 
     def _handle_bad_step(self, exchange: _PendingExchange) -> None:
-        """Stop at a bad step, or record it and warn, by ``--on-nan``; all ranks call this together."""
-        step = exchange.step  # 0-based, so also the number of steps before it
+        """Stop at a bad step, or record it and warn, by ``--on-nan``; all ranks call this together.
+
+        Only the first ``_MAX_WARNINGS`` bad steps are reported, with the samples of their micro-batches.
+        """
+        num_steps_before = exchange.step  # steps are 0-based
         self.num_bad += 1
-        shows_samples = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS
-        lines = self._bad_sample_lines(exchange.losses, exchange.sample_names) if shows_samples else []
-        message = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
+        is_reported = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS
+        message = f"the loss or the gradient of step {num_steps_before + 1:,} is infinite or not a number"
+        sample_lines: list[str] = []
+        if is_reported:
+            sample_lines = self._bad_sample_lines(exchange.losses, exchange.sample_names)
+            message = "\n".join([message, *sample_lines])
         if self.on_nan == "stop":
             raise DivergedError(
                 message,
-                f"Checkpoints up to step {step:,} are unaffected. Check these rows; if they are correct, try a lower "
-                "--learning-rate, a higher --warmup-ratio or a lower --max-grad-norm; --on-nan skip skips such steps.",
+                f"Checkpoints up to step {num_steps_before:,} are unaffected. Check these rows; if they are correct, "
+                "try a lower --learning-rate, a higher --warmup-ratio or a lower --max-grad-norm; --on-nan skip skips "
+                "such steps.",
             )
+
         if self.on_nan == "skip":
-            self.skipped_steps.append(step)
+            self.skipped_steps.append(exchange.step)
         elif self.num_good is None:  # go-on: the update of this step has spoiled the weights
-            self.num_good = step
-        if lines:  # else there were enough warnings
+            self.num_good = num_steps_before
+        if sample_lines:
             action = "skipped" if self.on_nan == "skip" else "trained nevertheless"
             self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
 
