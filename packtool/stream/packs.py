@@ -203,38 +203,42 @@ class PackStream:
         sharing: IntervalSharing | None = None,
         log: Callable[[Dropped], None],
     ) -> None:
+        """Prepare to read the rows of this rank, of ``world_size`` ranks, from the state ``start`` on."""
         self._sources, self._encode_spec, self._options = sources, encode_spec, options
         self._rank, self._world_size = rank, world_size
-        self._sharing, self._log = sharing, log
-        state = start or StreamState()
-        self._num_packs_done = state.packs_done  # of the first interval, before ``start``
-        # The state of the stream, which ``_state`` returns.
-        self.counts = state.counts
-        self._interval = state.interval
-        self._held_back = list(state.carried)  # samples that are packed again in the next interval
-        self._buffer = list(state.shuffled)
+        self._sharing, self._log_dropped = sharing, log
+        start = start or StreamState()
+        self._num_packs_to_skip = start.packs_done  # packs of the first interval
+        # The attributes from here on change while samples are read; ``_state`` returns them.
+        self.counts = start.counts  # of dropped rows
+        self._interval = start.interval  # 0-based number of the next one
+        self._held_back = list(start.carried)  # samples to be packed again in the next interval
+        self._shuffle_buffer = list(start.shuffled)
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
-        if state.random is not None:
-            self._random.bit_generator.state = state.random
-        self._position = state.position  # before the block that is being read; None before the first one
-        self._num_read = state.num_taken  # samples of this block
-        self._ended = state.ended
+        if start.random is not None:
+            self._random.bit_generator.state = start.random
+        self._position = start.position  # before the block that is being read; None before the first one
+        self._num_read = start.num_taken  # samples of this block
+        self._ended = start.ended
 
     def __iter__(self) -> Iterator[StreamedPack]:
-        """Yield the packs of one interval after the other; a resumed stream begins after the packs done before."""
-        samples = self._shuffled(self._samples())  # reading them changes the state of the stream
-        num_to_skip = self._num_packs_done
+        """Yield the packs of one interval after the other, until the samples end.
+
+        An interval is a number of consecutive samples that are packed together. A stream that resumes within an
+        interval packs it again, and leaves out the packs that were done before.
+        """
+        samples = self._shuffled(self._samples())  # reading them changes ``self._state()``
+        num_to_skip = self._num_packs_to_skip
         while True:
             state_before = self._state()
             num_new_samples = self._options.packing_interval - len(self._held_back)
             interval = [*self._held_back, *islice(samples, num_new_samples)]
             if not interval:
                 return
-            packs = self._pack_interval(interval)
+            packs = self._pack_interval(interval)  # replaces ``self._held_back``
             state_after = self._state()
             for num_done, (pack_samples, amounts) in enumerate(packs, start=1):
                 if num_done > num_to_skip:
-                    # A stream resumed within an interval packs it again and skips the packs that are done.
                     is_last = num_done == len(packs)
                     state = state_after if is_last else replace(state_before, packs_done=num_done)
                     yield StreamedPack(pack_samples, state, amounts)
@@ -274,22 +278,22 @@ class PackStream:
             interval=self._interval,
             random=dict(self._random.bit_generator.state),
             carried=tuple(self._held_back),
-            shuffled=tuple(self._buffer),
+            shuffled=tuple(self._shuffle_buffer),
             counts=self.counts,
         )
 
     def _shuffled(self, samples: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
         """Yield samples in random order: each is drawn from a buffer, where the next sample replaces it."""
         for sample in samples:
-            self._buffer.append(sample)
-            if len(self._buffer) >= self._options.shuffle_buffer_size:
+            self._shuffle_buffer.append(sample)
+            if len(self._shuffle_buffer) >= self._options.shuffle_buffer_size:
                 yield self._draw()
-        while self._buffer:
+        while self._shuffle_buffer:
             yield self._draw()
 
     def _draw(self) -> EncodedSample:
         """Remove a random sample from the shuffle buffer; with a buffer size of 1, the oldest."""
-        buffer = self._buffer
+        buffer = self._shuffle_buffer
         if len(buffer) == 1:
             return buffer.pop()
         if self._options.shuffle_buffer_size == 1:
@@ -299,22 +303,26 @@ class PackStream:
         return buffer.pop()
 
     def _samples(self) -> Iterator[EncodedSample]:
-        """Yield the rank's samples in the order of their rows from the current position on, and update the position."""
+        """Read the samples of this rank from the current position on, in the order of their rows.
+
+        Updates ``self._position``, ``self._num_read`` and ``self._ended``, so that ``_state`` names the next sample.
+        Rows that cannot be used are counted and logged.
+        """
         if self._ended:
             return
         num_to_skip = self._num_read  # samples of the first block that were read before the stream was resumed
-        for position, samples, dropped in self._encoded_blocks():
+        for position, samples, dropped_rows in self._encoded_blocks():
             self._position = position
             self._num_read = num_to_skip
-            if num_to_skip == 0:  # else the block's drops were counted before
-                self._drop(dropped)
+            if num_to_skip == 0:  # otherwise the drops of this block were counted before
+                self._drop(dropped_rows)
             for sample in samples[num_to_skip:]:
                 self._num_read += 1
-                drop = self._exceeded_media_tokens(sample)
-                if drop is None:
+                dropped_sample = self._exceeded_media_tokens(sample)
+                if dropped_sample is None:
                     yield sample
                 else:
-                    self._drop([drop])
+                    self._drop([dropped_sample])
             num_to_skip = 0
         self._ended = True
 
@@ -351,27 +359,29 @@ class PackStream:
             if self._options.strict:
                 raise item.as_error()
             self.counts += InputCounts.of_dropped(item)
-            self._log(item)
+            self._log_dropped(item)
 
 
 def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
-    """Return the numbers of the packs to pack again with the next interval: the emptiest that are not nearly full.
+    """Choose packs whose samples are packed again with the next interval, because they leave much space.
 
-    Where packing keeps the order of samples, this can only be the last pack.
+    Returns the numbers of the emptiest packs, at most ``_MAX_HELD_BACK_PACKS``, until one is nearly full or the packs
+    have too many samples. If packing keeps the order of samples, only the last pack can be held back.
     """
-    tokens = plan.tokens_per_pack()
+    tokens_per_pack = plan.tokens_per_pack()
     keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
     if keeps_order:
         candidates = [plan.num_packs - 1]
     else:
-        candidates = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
+        candidates = np.argsort(tokens_per_pack, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
+
     max_samples = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
     num_samples = 0
-    held_back = []
+    held_back_packs = []
     for pack_number in candidates:
         num_samples += len(plan.pack(pack_number))
-        is_nearly_full = tokens[pack_number] >= _MIN_FILL * plan.capacity
+        is_nearly_full = tokens_per_pack[pack_number] >= _MIN_FILL * plan.capacity
         if is_nearly_full or num_samples > max_samples:
             break
-        held_back.append(pack_number)
-    return held_back
+        held_back_packs.append(pack_number)
+    return held_back_packs

@@ -89,31 +89,36 @@ def blocks_of_rank(
     position = start or StreamPosition()
     for epoch in range(position.epoch, num_epochs):
         generator = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
-        num_blocks = position.num_blocks  # so far, of all ranks and epochs
+        num_blocks_before = position.num_blocks  # of all ranks and epochs
         for stream_block in _blocks_of_epoch(specs, generator, position, shuffle=shuffle):
-            if num_blocks % world_size == rank:
+            if num_blocks_before % world_size == rank:
                 yield stream_block
-            num_blocks += 1
-        position = StreamPosition(epoch + 1, num_blocks)
+            num_blocks_before += 1
+        position = StreamPosition(epoch + 1, num_blocks_before)
 
 
 def _blocks_of_epoch(
     specs: Sequence[SourceSpec], generator: np.random.Generator, start: StreamPosition, *, shuffle: bool
 ) -> Iterator[StreamBlock]:
-    """Yield the blocks of all ranks from ``start`` to the end of its epoch; ``generator`` has the epoch's seed."""
+    """Yield the blocks of rows of all files, for all ranks, from ``start`` to the end of its epoch.
+
+    With ``shuffle``, a few files are open at a time, and each block is the next one of a random file. ``generator``
+    draws the order of the files and the blocks; it is new, with the seed of the epoch.
+    """
     if shuffle:
         order = generator.permutation(len(specs))
         files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES, start)
     else:
-        files = _OpenFiles(specs, 1, start)
-    if start.random is not None:  # blocks before ``start`` were drawn
+        files = _OpenFiles(specs, max_open=1, start=start)
+    if start.random is not None:  # earlier blocks of the epoch were drawn before the stream was resumed
         generator.bit_generator.state = start.random
-    num_blocks = start.num_blocks
+    num_blocks_before = start.num_blocks
     files.open_more()
-    while files.num_open:
+    while files.num_open > 0:
+        # The position before the next block, so before it is drawn.
         position = StreamPosition(
             epoch=start.epoch,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks_before,
             opened=files.num_opened,
             taken=files.blocks_read(),
             random=dict(generator.bit_generator.state) if shuffle else None,
@@ -124,7 +129,7 @@ def _blocks_of_epoch(
             continue
         source, block = source_and_block
         yield StreamBlock(position, source, block)
-        num_blocks += 1
+        num_blocks_before += 1
 
 
 class _OpenFiles:
@@ -199,21 +204,25 @@ def encoded_blocks(
 
 
 def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], EncodedBlock]:
-    """Load tokenizer and template in a worker process, and return the function that encodes a block."""
+    """Load tokenizer and template in a worker process, and return the function that encodes a block of rows.
+
+    ``report`` sends progress to the parent process; unused here.
+    """
     encoder = worker_encoder(spec)
 
     def encode(stream_block: StreamBlock) -> EncodedBlock:
         epoch = stream_block.position.epoch
         samples: list[EncodedSample] = []
         dropped: list[Dropped] = []
-        # URLs must not hold secrets, because the state of the stream in checkpoints has the URLs of media.
-        rows = list(samples_of(stream_block.source, [stream_block.block], may_hold_secrets=False))
-        for result in encode_samples(rows, encoder):  # the samples of a row, or why it was dropped
-            if isinstance(result, Dropped):
-                dropped.append(result)
-            else:
-                samples += [replace(each, epoch=epoch, number_in_row=i) for i, each in enumerate(result)]
-                dropped.extend(left_out_of(result))  # other parts of the same row
+        # URLs must not hold secrets, because checkpoints save samples with the URLs of their media.
+        rows = samples_of(stream_block.source, [stream_block.block], may_hold_secrets=False)
+        for samples_or_drop in encode_samples(list(rows), encoder):  # of one row
+            if isinstance(samples_or_drop, Dropped):
+                dropped.append(samples_or_drop)
+                continue
+            for number, sample in enumerate(samples_or_drop):
+                samples.append(replace(sample, epoch=epoch, number_in_row=number))
+            dropped.extend(left_out_of(samples_or_drop))  # other parts of the same row
         return stream_block.position, samples, dropped
 
     return encode
@@ -247,12 +256,15 @@ class StreamState:
 
 
 def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
-    """Write a rank's state to a directory: samples in memory to an Arrow file, then all other fields as JSON."""
+    """Write the state of a rank's stream into a checkpoint, so that a resumed run continues with the next pack.
+
+    Samples in memory go into an Arrow file, and all other fields into a JSON file, which is written last.
+    """
     samples_path, json_path = _paths(directory, rank)
     samples = [*state.carried, *state.shuffled]
-    _write_samples(samples_path, samples)  # the JSON has the number of each
+    _write_samples(samples_path, samples)
     values = {  # some names differ from those of the fields, so that older checkpoints can be read
-        "place": dataclasses.asdict(state.position) if state.position is not None else None,
+        "place": None if state.position is None else dataclasses.asdict(state.position),
         "num_taken": state.num_taken,
         "ended": state.ended,
         "interval": state.interval,
@@ -262,7 +274,7 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
         "parts_left_out": state.counts.parts_left_out,
         "num_carried": len(state.carried),
         "num_shuffled": len(state.shuffled),
-        "numbers": [[sample.epoch, sample.number_in_row] for sample in samples],
+        "numbers": [[sample.epoch, sample.number_in_row] for sample in samples],  # the Arrow file lacks them
     }
     storage.publish(json_path, json.dumps(values).encode())
 
@@ -278,7 +290,7 @@ def _write_samples(path: str, samples: Sequence[EncodedSample]) -> None:
 
 
 def read_stream_state(directory: str, rank: int) -> StreamState:
-    """Read a rank's state from a directory; raise a MismatchError if it is missing or damaged."""
+    """Read the state that ``write_stream_state`` wrote; raise a MismatchError if it is missing or damaged."""
     samples_path, json_path = _paths(directory, rank)
     try:
         with open(json_path, encoding="utf-8") as file:
@@ -288,8 +300,10 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
         dropped = values.pop("dropped")
         parts_left_out = values.pop("parts_left_out")
         position = values.pop("place")
-        # Older checkpoints lack epochs and numbers: take the epoch of the position, and 0.
-        numbers = values.pop("numbers", [[(position or {}).get("epoch", 0), 0]] * num_samples)
+        numbers = values.pop("numbers", None)  # of each sample, its epoch and its number in its row
+        if numbers is None:  # an older checkpoint
+            epoch = (position or {}).get("epoch", 0)
+            numbers = [[epoch, 0]] * num_samples
         samples = _read_samples(samples_path, numbers)
         return StreamState(
             **values,  # the fields of the same names

@@ -23,7 +23,9 @@ from packtool.train.prepare.trained import TrainedModel
 def exact_match(
     model: str, cached_dataset: str, *, packing_length: int, progress: Progress | None = None
 ) -> list[tuple[int, int, bool]]:
-    """Compare every assistant turn of a cache with the model's predictions given the true previous text.
+    """Check for each assistant turn of a cache whether the model predicts all of its tokens.
+
+    The model gets the true previous tokens; nothing is generated. Samples are packed to save time.
 
     Args:
         model: directory of a model, or of an adapter whose base model has not moved.
@@ -36,20 +38,26 @@ def exact_match(
     """
     progress = progress or SilentProgress()
     reader = CacheReader.open([cached_dataset])
-    loaded, spec = _load_model(model, reader)
+    loaded_model, spec = _load_model(model, reader)
     lengths = reader.index.length
-    longest = int(lengths.max(initial=1))
-    plan = pack(lengths, max(packing_length, longest), seed=0)
+    capacity = max(packing_length, int(lengths.max(initial=1)))
+    plan = pack(lengths, capacity, seed=0)
+
     exact_turns: dict[int, list[bool]] = {}  # of each sample, by its position
     progress.start("evaluate", plan.num_packs)
-    with evaluating(loaded, packed=True) as scorer:
-        for number in range(plan.num_packs):
-            positions = plan.pack(number).tolist()
+    with evaluating(loaded_model, packed=True) as scorer:
+        for pack_number in range(plan.num_packs):
+            positions = plan.pack(pack_number).tolist()
             samples = [reader.sample(position) for position in positions]
-            exact_turns |= zip(positions, _exact_turns(scorer, samples, spec), strict=True)
+            turns_by_sample = _exact_turns(scorer, samples, spec)
+            exact_turns |= zip(positions, turns_by_sample, strict=True)
             progress.advance(1)
     progress.finish()
-    return [(position, *turn) for position, turns in sorted(exact_turns.items()) for turn in enumerate(turns)]
+
+    rows = []
+    for position, turns in sorted(exact_turns.items()):
+        rows += [(position, turn_number, is_exact) for turn_number, is_exact in enumerate(turns)]
+    return rows
 
 
 def _load_model(model: str, reader: CacheReader) -> tuple[nn.Module, InputSpec]:

@@ -332,23 +332,28 @@ def _score_samples(
     progress: Progress,
     num_workers: int,
 ) -> RankScores:
-    """Score the samples of this rank's micro-batches; the ranks of ``parallel``, which split them, get equal scores."""
-    scores = [np.zeros((0, len(SCORES)))]  # of each micro-batch, after an empty array for ranks without micro-batches
-    origins: list[SampleOrigin] = []
+    """Load the micro-batches of this rank in worker processes, run the model on them, and score their samples.
+
+    ``scorer`` runs the model. The ranks of ``parallel`` share each micro-batch, and all get its scores.
+    """
+    # Scores of the samples of each micro-batch, (S, 4); the empty array is for ranks without micro-batches.
+    scores_by_batch = [np.zeros((0, len(SCORES)))]
+    origins: list[SampleOrigin] = []  # of each sample
     media_reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
     with explain_dead_workers(_REMEDY):
         for item in cast(Iterator[EvaluationBatch], loaded):  # errors were raised while loading
-            media_reads += item.batch.media_reads
-            scores.append(_score_batch(scorer, parallel, device, item).cpu().numpy())
+            batch_scores = _score_batch(scorer, parallel, device, item)
+            scores_by_batch.append(batch_scores.cpu().numpy())
             origins += item.origins
+            media_reads += item.batch.media_reads
             progress.advance(1, samples=len(origins))
     progress.finish()
     if dataset.spec.media_cache is not None:
         progress.note(media_reads.sentence(dataset.spec.media_cache))
-    origin_rows, sources = _number_sources(origins)
-    return RankScores(np.concatenate(scores), origin_rows, sources)
+    origin_rows, source_names = _number_sources(origins)
+    return RankScores(np.concatenate(scores_by_batch), origin_rows, source_names)
 
 
 def _number_sources(origins: Sequence[SampleOrigin]) -> tuple[Int64Array, tuple[str, ...]]:
@@ -387,13 +392,18 @@ def _repeat_prefix_scores(batch: TreeBatch, labels: Tensor, losses: Tensor, corr
 
 
 def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
-    """Join the results of all ranks in the order of the samples in the caches."""
+    """Join the results of all ranks, and sort them by the samples' order in the caches.
+
+    ``plan`` says which rank scored which samples. The samples of a rank are in the order of its micro-batches.
+    """
     sources = tuple(sorted({name for rank in ranks for name in rank.sources}))
-    order = _result_numbers(plan)
+    order = _result_numbers(plan)  # of each sample, its number in the results of all ranks, (N,)
     scores = np.concatenate([rank.scores for rank in ranks])[order]
     loss_sum, target_tokens, num_correct, first_wrong = scores.T  # the columns ``SCORES``
     origins = np.concatenate([rank.origins for rank in ranks])[order]
-    tokens, _, rows = origins.T[:3]  # sources are numbered differently by each rank
+    tokens, _, rows = origins.T[:3]  # each rank numbers sources differently, see below
+    parts = origins[:, 3:]
+    source_numbers = np.concatenate([_renumber_sources(rank, sources) for rank in ranks])[order]
     channels = reader.index.channel[: len(order)]  # the first samples of the caches are evaluated
     return Evaluation(
         tokens=tokens,
@@ -401,9 +411,9 @@ def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: Cache
         loss_sum=loss_sum,
         num_correct=num_correct.astype(np.int64),
         first_wrong=first_wrong.astype(np.int64),
-        source=np.concatenate([_renumber_sources(rank, sources) for rank in ranks])[order],
+        source=source_numbers,
         row=rows,
-        parts=origins[:, 3:],
+        parts=parts,
         channel=channels.astype(np.int64),
         sources=sources,
         channels=reader.index.channels,
@@ -439,25 +449,26 @@ def sample_scores(
     Returns:
         float64 (S, 4) with the columns ``SCORES``.
     """
-    # Each sample becomes a row with the scores of the tokens after its prompt. All rows are as wide as the longest, so
-    # samples are taken in groups to limit memory.
+    # Each sample becomes a row with the scores of the tokens after its prompt, as wide as the longest one. Samples are
+    # taken in groups, which limits the memory for this.
     width = int((seqlens - prompt_lengths).max()) if len(seqlens) else 0
     group_size = max(1, _MAX_CELLS // max(width, 1))
     scores = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
     for start in range(0, len(seqlens), group_size):
         stop = start + group_size
-        prompts = prompt_lengths[start:stop]
+        group_prompt_lengths = prompt_lengths[start:stop]
         to_rows = partial(
             restore_padding,
             seqlens=seqlens[start:stop],
             cu_seqlens=cu_seqlens[start : stop + 1],
             seq_len=width,
-            prompt_length=prompts,
+            prompt_length=group_prompt_lengths,
         )
-        is_target = to_rows(labels != IGNORE_INDEX)  # (group, width), as the next two
+        # All are (samples of the group, width).
+        is_target = to_rows(labels != IGNORE_INDEX)
         is_wrong = is_target & ~to_rows(correct)
         target_losses = to_rows(losses)
-        scores.append(_row_scores(is_target, is_wrong, target_losses, prompts))
+        scores.append(_row_scores(is_target, is_wrong, target_losses, group_prompt_lengths))
     return torch.cat(scores)
 
 
@@ -487,25 +498,26 @@ def is_packed(model: nn.Module) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
-    """Yield a scorer that runs a model without dropout and gradients; the model is restored afterwards.
+    """Yield a function that runs the model on a batch, without dropout and gradients, and returns scores of tokens.
 
-    With ``packed``, the scorer takes packs of samples, and the model has packtool's attention until then.
+    With ``packed``, it takes packs of samples: the model gets packtool's attention, which keeps them apart. Afterwards,
+    the model is as before.
     """
     base: Any = base_model(model)
-    original_attention = base.config.get_text_config()._attn_implementation
-    # Packed attention overrides the method ``forward`` of each recurrent layer.
-    has_packed_layers = any("forward" in vars(layer) for layer in recurrent_layers(base))
-    sets_attention = packed and not is_packed(model)
-    if sets_attention:
+    original_attention = str(base.config.get_text_config()._attn_implementation)
+    replaces_attention = packed and not is_packed(model)
+    # Packed attention also overrides the method ``forward`` of each recurrent layer.
+    had_packed_layers = any("forward" in vars(layer) for layer in recurrent_layers(base))
+    if replaces_attention:
         set_attention(base)
     try:
         # Not inference mode: tensors that a model caches in a forward pass must be usable in the next training step.
         with without_dropout(model), torch.no_grad(), LossFunction.temporary(model) as loss_function:
             yield partial(_score_tokens, loss_function, model)
     finally:
-        if sets_attention:
-            set_text_attention(base, str(original_attention))
-            if not has_packed_layers:
+        if replaces_attention:
+            set_text_attention(base, original_attention)
+            if not had_packed_layers:
                 restore_recurrent_layers(base)
 
 

@@ -44,12 +44,17 @@ class EvalResult:
 
 
 def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None = None) -> EvalResult:
-    """Evaluate a model on caches; every process of a torchrun job calls this, and the first one writes the file.
+    """Compute the loss and the accuracy of a model on each sample of caches, and write them to ``--output``.
 
-    Errors in options, caches and paths are raised before the model is loaded. ``progress`` is used on the first rank
-    only; ``world`` is by default torchrun's.
+    Every process of a torchrun job must call this; the first one writes the file. Errors in options, caches and paths
+    are raised before the model is loaded, which takes long.
+
+    Args:
+        progress: used in the first process only.
+        world: the processes; by default those that torchrun has started.
     """
-    world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
+    world = world or World.from_environment()
+    world = world.shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
     prepared = prepare_evaluation(config, world)
     for line in _plan_lines(prepared):
@@ -81,7 +86,7 @@ def _plan_lines(prepared: PreparedEvaluation) -> Iterator[str]:
 
 
 def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
-    """Load the model and evaluate it; return the result and the seconds without loading."""
+    """Load the model and evaluate it; return the result, and the seconds of the evaluation without loading."""
     # Imported late, so that mistakes in options are reported before the seconds that torch and transformers take.
     with imported_at_once():
         from packtool.batch.spec import InputSpec
@@ -89,7 +94,8 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
         from packtool.train.model.load import quiet_transformers
 
     config, reader = prepared.config, prepared.reader
-    spec = InputSpec.load(prepared.trained.base, reader.manifests[0].identity.media_limits, config)
+    media_limits = reader.manifests[0].identity.media_limits
+    spec = InputSpec.load(prepared.trained.base, media_limits, config)
     spec = spec.with_media_cache(config, reader.fingerprint)
     model, parallel = _load_model(prepared, spec)
     with quiet_transformers():
@@ -104,11 +110,16 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
             num_workers=config.dataloader_num_workers,
             parallel=parallel,
         )
-        return evaluation, time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+    return evaluation, seconds
 
 
 def _load_model(prepared: PreparedEvaluation, spec: InputSpec) -> tuple[Any, SequenceParallel | None]:
-    """Load the model onto this rank's device; return also the ranks that share its sequences, if any."""
+    """Load the model onto the device of this rank, and start the process group.
+
+    Returns the model, with packed attention if it supports that; and the group of ranks that share its sequences, None
+    if each rank has its own.
+    """
     import torch
     from accelerate import PartialState
 
@@ -122,12 +133,13 @@ def _load_model(prepared: PreparedEvaluation, spec: InputSpec) -> tuple[Any, Seq
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
-    if packing:  # raise an error now if no kernel can run
-        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)
+    if packing:
+        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # raises if no kernel can run
     device = PartialState(cpu=not on_gpu, **config.group_options).device  # starts the process group
+
     parallel = None
     if prepared.world.sequence_parallel_size > 1:
-        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # for heads of any size
+        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # raises, too; for heads of any size
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():
         model = load_trained(
