@@ -93,17 +93,22 @@ class BoxWriter:
         if sample.objects is None and not self._may_have_boxes(sample):  # nearly all rows
             return sample
         objects = sample.objects or Objects()
-        objects = replace(objects, unit=objects.unit or self._default_json_unit)  # the unit of coordinates in JSON
-        has_json_boxes = objects.unit is not None and any(_BOX_KEY.search(text) for text in _texts(sample))
+        json_unit = objects.unit or self._default_json_unit  # of coordinates in texts that are JSON
+        objects = replace(objects, unit=json_unit)
+        has_json_boxes = json_unit is not None and any(_BOX_KEY.search(text) for text in _texts(sample))
+        must_write = objects.names or objects.boxes or has_json_boxes
         try:
-            if objects.names or objects.boxes or has_json_boxes:
+            if must_write:
                 sample, is_well_formed = self._fill(sample, objects)
             else:
                 is_well_formed = self._is_well_formed(sample)
         except (MediaProblem, RowProblem) as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        box_tokens = self._control_tokens.intersection(self._box_tokens.all)
-        return replace(sample, objects=None, control=box_tokens if is_well_formed else frozenset())
+
+        control_tokens: frozenset[str] = frozenset()  # those whose text is encoded as a control token
+        if is_well_formed:
+            control_tokens = self._control_tokens.intersection(self._box_tokens.all)
+        return replace(sample, objects=None, control=control_tokens)
 
     def _fill(self, sample: Sample, objects: Objects) -> tuple[Sample, bool]:
         """Write boxes and names into a sample's texts; return it, and whether all control tokens are well-formed."""

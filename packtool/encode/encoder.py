@@ -38,7 +38,17 @@ from packtool.encode.media_spans import (
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, join_results
-from packtool.encode.targets import LocatedTurn, TurnChunks, TurnFinder, infer_turn_finder, is_trained, locate_texts
+from packtool.encode.targets import (
+    LocatedTurn,
+    TurnChunks,
+    TurnFinder,
+    chunks_of_turn,
+    infer_turn_finder,
+    is_trained,
+    locate_texts,
+    messages_of_turns,
+    turn_borders,
+)
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
@@ -248,27 +258,47 @@ class Encoder:
             chunks.append(Chunk(control=self._end_of_text, media_kind="", text=""))
         return chunks
 
-    def _render_conversation(self, sample: Sample, escaper: ControlEscaper, texts: Sequence[str]) -> list[Chunk]:
-        """Render a conversation by the chat template, and split it; ``texts`` are the escaped contents of its turns."""
+    def _render_conversation(
+        self, sample: Sample, escaper: ControlEscaper, escaped_texts: Sequence[str]
+    ) -> list[Chunk]:
+        """Render a conversation to one string by the model's chat template, and split it at control tokens.
+
+        Control tokens are special tokens of the model, such as the end of a turn. Texts of the row that look like one
+        are escaped, so that only those of the template take effect. Splitting undoes the escaping.
+
+        ``escaped_texts`` are the contents of the turns, already escaped. Returns chunks: each is a control token, empty
+        in the first one, and the text after it. RowProblem if the template fails, or leaves out the text of a turn.
+        """
         template, _turn_finder = self._template_of(sample)
         try:
-            messages = []
-            for turn, text in zip(sample.turns, texts, strict=True):
-                content = escaper.split_media(text) if self._media.content_as_list else text
-                messages.append({"role": turn.role, "content": content, **escaper.escape_value(turn.extra)})
+            messages = self._make_messages(sample.turns, escaped_texts, escaper)
             tools = escaper.escape_value(sample.tools)
             rendered = template.render(messages, tools)
         except TemplateFailure as failure:
             raise RowProblem("template_refused", str(failure)) from failure
         except RecursionError as error:
             raise RowProblem("template_refused", "tools or tool calls of the row are nested too deeply") from error
-        missing = template.missing_turn(sample.turns, messages, tools)
-        if missing is not None:
-            detail = f"the chat template leaves out turn {missing} (role {sample.turns[missing].role})"
-            raise RowProblem("turn_left_out", detail)
+
+        missing_turn = template.missing_turn(sample.turns, messages, tools)
+        if missing_turn is not None:
+            role = sample.turns[missing_turn].role
+            raise RowProblem("turn_left_out", f"the chat template leaves out turn {missing_turn} (role {role})")
+        return escaper.split(rendered, self._media_placeholders(sample))
+
+    def _make_messages(
+        self, turns: Sequence[Turn], escaped_texts: Sequence[str], escaper: ControlEscaper
+    ) -> list[dict[str, Any]]:
+        """Return the messages for the chat template: role, content and further keys of each turn."""
+        messages = []
+        for turn, text in zip(turns, escaped_texts, strict=True):
+            content = escaper.split_media(text) if self._media.content_as_list else text
+            messages.append({"role": turn.role, "content": content, **escaper.escape_value(turn.extra)})
+        return messages
+
+    def _media_placeholders(self, sample: Sample) -> dict[str, MediaKind]:
+        """Return the kind of medium by placeholder token; without tokens that are plain text in this sample."""
         pairs = self._media.placeholders.items()
-        placeholders = {token: kind for token, kind in pairs if sample.media[kind] or token in self._vocabulary.ids}
-        return escaper.split(rendered, placeholders)
+        return {token: kind for token, kind in pairs if sample.media[kind] or token in self._vocabulary.ids}
 
     def _template_of(self, sample: Sample) -> tuple[ChatTemplate, TurnFinder]:
         """Return the chat template with the row's own arguments, and its turn finder; RowProblem if there is none."""
@@ -323,26 +353,29 @@ class Encoder:
     def _tokenize(
         self, rendered: _Rendered, ids_by_chunk: list[array[int]], ends_by_chunk: Mapping[int, TextEnds]
     ) -> Tokenized:
-        """Join the ids of a sample's expanded chunks, and locate its turns and media among them.
+        """Join the token ids of a rendered sample, and locate its assistant turns and media among them.
 
-        ``ends_by_chunk`` has the ids of very long texts, which ``ids_by_chunk`` lacks.
+        Args:
+            ids_by_chunk: the ids of each chunk's text. Those of very long texts are filled in by this function.
+            ends_by_chunk: of each very long text the ids of its beginning and end, and the number of those omitted.
         """
         sample = rendered.sample
         for chunk_index, ends in ends_by_chunk.items():
             ids_by_chunk[chunk_index] = ends.ids
+        num_omitted_in_texts = sum(ends.num_omitted for ends in ends_by_chunk.values())
         tokens = join_tokens(rendered.expanded, ids_by_chunk, self._vocabulary.ids, self._encode_one)
         turns = self._locate_turns(rendered, tokens, ids_by_chunk)
+        # A row may set ``loss`` of a turn to False; None means that the row does not set it.
+        trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]
         is_split_row = sample.part is not None
-        num_omitted = sum(ends.num_omitted for ends in ends_by_chunk.values())
-        trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]  # None: not set by the row
         return Tokenized(
             sample=sample,
             ids=np.frombuffer(tokens.ids, np.int32),
             turns=np.array(trainable_spans, np.int32).reshape(-1),  # flat: start, end, start, end, ...
             spans=tokens.spans,
             weights=self._weights(sample, tokens, turns),
-            num_removed=rendered.expanded.num_omitted_controls + num_omitted,
-            borders=_turn_borders(turns) if is_split_row else None,
+            num_removed=rendered.expanded.num_omitted_controls + num_omitted_in_texts,
+            borders=turn_borders(turns) if is_split_row else None,
         )
 
     def _weights(self, sample: Sample, tokens: JoinedTokens, turns: Sequence[LocatedTurn]) -> Weights | None:
@@ -400,7 +433,7 @@ class Encoder:
         """
         turn_text = ""
         first_chars: dict[int, int] = {}
-        for chunk, text_start in _chunks_of_turn(tokens, turn):
+        for chunk, text_start in chunks_of_turn(tokens, turn):
             if chunk.control:
                 control_tokens = range(text_start - chunk.num_controls, text_start)
                 first_chars |= dict.fromkeys(control_tokens, len(turn_text))
@@ -422,23 +455,30 @@ class Encoder:
     def _locate_turns(
         self, rendered: _Rendered, tokens: JoinedTokens, ids_by_chunk: list[array[int]]
     ) -> list[LocatedTurn]:
-        """Locate the assistant's turns among the tokens, in order; turns without tokens are left out."""
+        """Locate the assistant's turns among the tokens of a sample, in order; turns without tokens are left out.
+
+        A turn begins in the text of a chunk, after its header ("assistant" and a new line), which is not trained.
+
+        Args:
+            rendered: the chunks of the sample as rendered, and the turns by indexes of these.
+            ids_by_chunk: the ids of the text of each expanded chunk (those in which media are replaced by tokens).
+        """
         sample, expanded = rendered.sample, rendered.expanded
         if sample.is_text:
             return locate_texts(sample, rendered.chunks, expanded, tokens)
-        located = []
-        messages = _messages_of_turns(sample, num_turns=len(rendered.turns))
+        located_turns = []
+        messages = messages_of_turns(sample, num_turns=len(rendered.turns))
         for message, turn in zip(messages, rendered.turns, strict=True):
             first_chunk = expanded.index_of_rendered[turn.first]
             text_start = tokens.text_starts[first_chunk]
             text_ids = ids_by_chunk[first_chunk]  # of the header, and of the answer at least up to a medium
             opening_token = rendered.chunks[turn.first].control
-            start = text_start + self._num_header_ids(opening_token, turn.header, text_ids)
+            answer_start = text_start + self._num_header_ids(opening_token, turn.header, text_ids)
             last_chunk, end = _locate_end(rendered, tokens, turn)
-            if start < end:
-                header = self._template_header_span(sample, text_start, text_ids)
-                located.append(LocatedTurn(message, (start, end), first_chunk, last_chunk, header))
-        return located
+            if answer_start < end:
+                header_span = self._template_header_span(sample, text_start, text_ids)
+                located_turns.append(LocatedTurn(message, (answer_start, end), first_chunk, last_chunk, header_span))
+        return located_turns
 
     def _template_header_span(self, sample: Sample, text_start: int, ids: Sequence[int]) -> tuple[int, ...]:
         """Return ``LocatedTurn.header`` of the turn whose header and answer have these ids, at token ``text_start``."""
@@ -459,28 +499,6 @@ class Encoder:
         if ids[: len(header_ids)] == header_ids:  # fast path for nearly all turns
             return len(header_ids)
         return common_prefix_length(header_ids, ids)
-
-
-def _chunks_of_turn(tokens: JoinedTokens, turn: LocatedTurn) -> list[tuple[Chunk, int]]:
-    """Return each chunk of a turn with the token at which its text begins; the text after the turn is left out."""
-    chunks = tokens.chunks[turn.first_chunk : turn.last_chunk + 1]
-    text_starts = tokens.text_starts[turn.first_chunk : turn.last_chunk + 1]
-    _, turn_end = turn.span
-    if text_starts[-1] == turn_end:  # the control token of the last chunk ends the turn
-        chunks[-1] = chunks[-1]._replace(text="")
-    return list(zip(chunks, text_starts, strict=True))
-
-
-def _turn_borders(turns: Sequence[LocatedTurn]) -> IntArray:
-    """Return ``Tokenized.borders``: where turns and their headers begin and end, ascending."""
-    positions = {position for turn in turns for position in (*turn.header, *turn.span)}
-    return np.array(sorted(positions), np.int32)
-
-
-def _messages_of_turns(sample: Sample, num_turns: int) -> list[Turn]:
-    """Return the row's message of each rendered turn of the assistant; empty ones if the template has added turns."""
-    answers = [turn for turn in sample.turns if turn.role == "assistant"]
-    return answers if len(answers) == num_turns else [Turn("assistant", content="")] * num_turns
 
 
 def _locate_end(rendered: _Rendered, tokens: JoinedTokens, turn: TurnChunks) -> tuple[int, int]:

@@ -70,30 +70,35 @@ def expand_media(
     segments_of: Callable[[Medium, int], Sequence[MediaSegment]],
     max_length: int,
 ) -> ExpandedChunks:
-    """Replace each rendered chunk that stands for a medium by the medium's tokens and texts.
+    """Replace each rendered chunk that stands for a picture, video or sound by the tokens and texts of that medium.
+
+    A chunk is a control token and the text after it. The n-th chunk of a kind of medium stands for its n-th medium.
 
     Args:
-        media: by kind.
-        segments_of: returns the texts and runs of tokens of a medium, given its index among the media of its kind.
-        max_length: of a sample, in tokens. A medium keeps at most one control token more, as no sample can hold it.
+        rendered: the chunks of a conversation. The first one stands for no medium.
+        media: of the conversation, by kind ("image").
+        segments_of: returns the texts and runs of equal tokens that a medium consists of, given the medium and its
+            index among those of its kind.
+        max_length: of a sample, in tokens. No sample holds a longer medium, which keeps only ``max_length + 1`` tokens.
     """
     expanded: list[Chunk] = []
     index_of_rendered: list[int] = []
-    ranges: list[_MediumRange] = []
+    media_ranges: list[_MediumRange] = []
     num_omitted_controls = 0
-    remaining = {kind: enumerate(media_of_kind) for kind, media_of_kind in media.items()}
+    next_media = {kind: enumerate(media_of_kind) for kind, media_of_kind in media.items()}  # iterators
     for chunk in rendered:
         index_of_rendered.append(len(expanded))
         if not chunk.media_kind:
             expanded.append(chunk)
             continue
-        number, medium = next(remaining[chunk.media_kind])
-        segments = [segment for segment in segments_of(medium, number) if not _is_empty_run(segment)]
+        index_in_kind, medium = next(next_media[chunk.media_kind])
+        segments = [segment for segment in segments_of(medium, index_in_kind) if not _is_empty_run(segment)]
         begin = _next_position(expanded, segments)
         num_omitted_controls += _append_segments(expanded, segments, max_controls=max_length + 1)
-        ranges.append(_MediumRange(medium, begin, end=_end_of_text(expanded)))
+        end = _end_of_text(expanded)
+        media_ranges.append(_MediumRange(medium, begin, end))
         _append_text(expanded, chunk.text)  # the text after the medium
-    return ExpandedChunks(expanded, index_of_rendered, ranges, num_omitted_controls)
+    return ExpandedChunks(expanded, index_of_rendered, media_ranges, num_omitted_controls)
 
 
 def _is_empty_run(segment: MediaSegment) -> bool:
@@ -155,7 +160,14 @@ def join_tokens(
     control_ids: Mapping[str, int],
     encode_text: Callable[[Chunk], Sequence[int]],
 ) -> JoinedTokens:
-    """Concatenate the control tokens and the text ids of all expanded chunks, and locate the media among them."""
+    """Concatenate the token ids of a conversation, and locate its pictures, videos and sounds among them.
+
+    Args:
+        expanded: the chunks of the conversation: each is a control token, repeated or absent, and the text after it.
+        ids_by_chunk: the ids of each chunk's text.
+        control_ids: the id of each control token.
+        encode_text: tokenizes the text of a chunk; used for part of a text if a medium begins or ends within it.
+    """
     ids = array("i")
     text_starts: list[int] = []
     for chunk, text_ids in zip(expanded.chunks, ids_by_chunk, strict=True):
@@ -163,13 +175,16 @@ def join_tokens(
             ids.extend([control_ids[chunk.control]] * chunk.num_controls)
         text_starts.append(len(ids))
         ids += text_ids
+
     spans = []
     for medium, begin, end in expanded.media_ranges:
         first, last = begin.chunk_index, end.chunk_index
-        # Offsets in the ids of the chunk's text; negative if the medium begins with the control tokens before it.
+        # Offsets from the start of a chunk's text; negative if the medium begins with the control tokens before it.
         begin_offset = _begin_offset(expanded.chunks[first], begin, ids_by_chunk[first], encode_text)
         end_offset = _end_offset(expanded.chunks[last], end, ids_by_chunk[last], encode_text)
-        spans.append(MediumSpan(medium, text_starts[first] + begin_offset, text_starts[last] + end_offset))
+        start = text_starts[first] + begin_offset
+        stop = text_starts[last] + end_offset
+        spans.append(MediumSpan(medium, start, stop))
     return JoinedTokens(ids, text_starts, spans, expanded.chunks)
 
 
@@ -314,38 +329,66 @@ def _is_frame_by_text(sample: EncodedSample, is_pad: npt.NDArray[np.bool_]) -> n
     runs = np.flatnonzero(np.diff(is_pad, prepend=False, append=False)).reshape(-1, 2)  # (start, stop) of each
     lengths = (runs[:, 1] - runs[:, 0]).tolist()
     next_tokens = [sample.input_ids[stop : stop + _NUM_COMPARED].tobytes() for stop in runs[:, 1]]
-    is_frame_run = _find_frames(sample, lengths, next_tokens) or (False,) * len(runs)
+    is_frame_run = _find_frames(sample, lengths, next_tokens) or (False,) * len(runs)  # of each run
     is_frame = is_pad.copy()
     is_frame[is_pad] = np.repeat(is_frame_run, lengths)
     return is_frame
 
 
-def _find_frames(sample: EncodedSample, lengths: list[int], next_tokens: list[bytes]) -> tuple[bool, ...] | None:
-    """Return whether each run of placeholder tokens is a frame; None if the sample's media do not match the runs."""
+class _Matching(NamedTuple):
+    """The first pictures and videos of a sample, matched to its first runs of placeholder tokens.
+
+    ``is_frame`` has an item for each matched run: whether it is a frame of a video.
+    """
+
+    num_images: int = 0
+    num_videos: int = 0
+    is_frame: tuple[bool, ...] = ()
+
+
+def _find_frames(sample: EncodedSample, run_lengths: list[int], next_tokens: list[bytes]) -> tuple[bool, ...] | None:
+    """Match a sample's pictures and videos to its runs of placeholder tokens, by a depth-first search.
+
+    A picture is one run, a video one run for each sampled frame. Pictures are in order, and so are videos; only how
+    they alternate is unknown. Returns for each run whether it is a frame, or None if no order of the media matches.
+
+    Args:
+        run_lengths: number of tokens in each run.
+        next_tokens: the first tokens after each run, as bytes; they only need to be equal or not.
+    """
     visited: set[tuple[int, int, int]] = set()
-    # Numbers of runs, pictures and videos so far, and whether each of these runs is a frame.
-    stack: list[tuple[tuple[int, int, int], tuple[bool, ...]]] = [((0, 0, 0), ())]
+    stack = [_Matching()]
     while stack:
-        counts, is_frame = stack.pop()
-        if counts == (len(lengths), len(sample.images), len(sample.videos)):
+        matching = stack.pop()
+        num_images, num_videos, is_frame = matching
+        first_run = len(is_frame)  # the first run that is not matched
+        counts = (first_run, num_images, num_videos)
+        if counts == (len(run_lengths), len(sample.images), len(sample.videos)):
             return is_frame
         if counts in visited:
             continue
         visited.add(counts)
-        first, num_images, num_videos = counts
-        options: list[tuple[int, EncodedImage | EncodedVideo, tuple[int, int]]] = []  # runs, medium, counts after it
         if num_videos < len(sample.videos):
             video = sample.videos[num_videos]
-            options.append((len(video.indices), video, (num_images, num_videos + 1)))
-        if num_images < len(sample.images):  # the last option is tried first
-            options.append((1, sample.images[num_images], (num_images + 1, num_videos)))
-        for num_runs, medium, media_counts in options:
-            last = first + num_runs - 1
-            has_lengths = lengths[first : last + 1] == [medium.num_tokens // num_runs] * num_runs
-            if has_lengths and len(set(next_tokens[first:last])) <= 1:
-                is_video = isinstance(medium, EncodedVideo)
-                stack.append(((last + 1, *media_counts), is_frame + (is_video,) * num_runs))
+            num_frames = len(video.indices)
+            runs = slice(first_run, first_run + num_frames)
+            if _are_frames(video, run_lengths[runs], next_tokens[runs]):
+                stack.append(_Matching(num_images, num_videos + 1, is_frame + (True,) * num_frames))
+        if num_images < len(sample.images):
+            image = sample.images[num_images]
+            if run_lengths[first_run : first_run + 1] == [image.num_tokens]:
+                # Pushed last, so that it is tried first: pictures come first if several orders match.
+                stack.append(_Matching(num_images + 1, num_videos, (*is_frame, False)))
     return None
+
+
+def _are_frames(video: EncodedVideo, run_lengths: list[int], next_tokens: list[bytes]) -> bool:
+    """Return whether runs of placeholder tokens may be a video's frames: equally long, with equal texts between."""
+    num_frames = len(video.indices)
+    tokens_per_frame = video.num_tokens // num_frames
+    if run_lengths != [tokens_per_frame] * num_frames:
+        return False
+    return len(set(next_tokens[:-1])) <= 1
 
 
 def _with_tracks(spans: Sequence[MediumSpan]) -> list[MediumSpan]:

@@ -66,9 +66,12 @@ class ModelFiles:
     def load(
         cls, model: str, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> ModelFiles:
-        """Read a model's files, downloaded first if ``model`` names a repository on the Hugging Face Hub.
+        """Read a model's files; ConfigError if one is missing or invalid.
 
-        ``chat_template``, as in ``--chat-template``, replaces the model's. ConfigError if a file is missing or invalid.
+        Args:
+            model: a directory, or a repository on the Hugging Face Hub, which is downloaded first.
+            chat_template: value of ``--chat-template``: a file that replaces the model's own template.
+            chat_template_kwargs: value of ``--chat-template-kwargs``: arguments of the template.
         """
         directory = model if os.path.isdir(model) else _download(model)
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
@@ -76,6 +79,7 @@ class ModelFiles:
         if config is None:
             remedy = "Give the directory of a transformers model."
             raise ConfigError(f"--model {model}: there is no config.json", remedy)
+
         other_template = "" if chat_template is None else read_template(chat_template, directory)
         main_file = "preprocessor_config.json"  # settings for pictures, and for sound
         video_file = "video_preprocessor_config.json"
@@ -90,10 +94,12 @@ class ModelFiles:
             audio_processor=_processor_settings(directory, "feature_extractor", main_file),
             other_template=other_template,
         )
-        # A template that does not end the last answer is extended by ``end_mark``, one of the stop tokens.
+
+        # If the template does not end the last answer, it is extended by ``end_mark``, one of the stop tokens.
         template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
-        kwargs = set_kwargs(chat_template_kwargs)
-        return replace(files, chat_template=template, end_mark=end_mark, chat_template_kwargs=kwargs)
+        return replace(
+            files, chat_template=template, end_mark=end_mark, chat_template_kwargs=set_kwargs(chat_template_kwargs)
+        )
 
     @property
     def model_type(self) -> str:

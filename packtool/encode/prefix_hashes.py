@@ -93,26 +93,37 @@ _PREFIX = np.dtype(
 
 
 def _prefixes_of(sample: EncodedSample, tokens: MediaTokens, longer_than: int, medium_key: MediumKey) -> list[_Prefix]:
-    """Return the prefixes of a sample with more than ``longer_than`` tokens, by ascending length."""
+    """Return the prefixes of a sample that other samples may share, by ascending length.
+
+    Each prefix has its length, hash, tokens of all media, tokens of sounds, and sum of squared patch counts of pictures
+    and videos. Returns [] if a medium cannot be located among the tokens.
+
+    Args:
+        longer_than: shorter prefixes and those of this length are left out, in tokens.
+        medium_key: identifies a medium by its path and bytes.
+    """
     if sample.length <= longer_than:
         return []
-    media = media_spans(sample, tokens)
-    if len(media) != len(sample.media):  # some cannot be located
+    spans = media_spans(sample, tokens)
+    if len(spans) != len(sample.media):  # not all are located
         return []
-    ends = _prefix_ends(sample, media, _prompt_ends(sample))
+    ends = _prefix_ends(sample, spans, _prompt_ends(sample))
     if not ends or ends[-1] <= longer_than:
         return []
+
     prefixes: list[_Prefix] = []
-    visual_tokens = audio_tokens = squares = 0  # of the media in the current prefix
-    for end, new_media, digest in _digests(sample, media, ends, medium_key, _HASH_SEED):
+    # Of the media in the current prefix, which contains all shorter ones:
+    num_visual_tokens = num_audio_tokens = num_patch_squares = 0
+    for end, new_media, digest in _digests(sample, spans, ends, medium_key, _HASH_SEED):
         for medium in new_media:
-            audio_tokens += _num_audio_tokens(medium)  # of a sound, or of a video's sound track
+            num_audio_tokens += _num_audio_tokens(medium)  # of a sound, or of a video's sound track
             if not isinstance(medium, EncodedAudio):
-                visual_tokens += medium.num_tokens
-                squares += patch_squares(medium.grid)
+                num_visual_tokens += medium.num_tokens
+                num_patch_squares += patch_squares(medium.grid)
         if end > longer_than:
-            media_tokens = visual_tokens + audio_tokens
-            prefixes.append((end, digest, media_tokens, audio_tokens, squares))  # in the order of ``_PREFIX``
+            num_media_tokens = num_visual_tokens + num_audio_tokens
+            # In the order of ``_PREFIX``:
+            prefixes.append((end, digest, num_media_tokens, num_audio_tokens, num_patch_squares))
     return prefixes
 
 

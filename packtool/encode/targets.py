@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import family_of, pad_ids_of, thinker_of
 from packtool.encode.loss_scale import Base, LossScale
 from packtool.encode.media_spans import ExpandedChunks, JoinedTokens, common_prefix_length
@@ -83,21 +83,29 @@ class TurnFinder:
 
     @classmethod
     def infer(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
-        """Infer from probe conversations how the template opens and ends a turn; ConfigError without control tokens."""
+        """Infer how a chat template marks the assistant's turns, from short conversations that it renders.
+
+        The conversations have one or two answers with known texts. The finder must find exactly these. ConfigError if
+        it does not, as with a template that writes no control tokens.
+        """
         escaper = ControlEscaper(vocabulary, strings=())  # used only to split: probes have nothing to escape
         question, question_and_prompt, one_turn, two_turns = _render_probes(template, escaper)
-        single_answer = _find_answer(one_turn, _ANSWERS[0])
+        only_answer = _find_answer(one_turn, _ANSWERS[0])
         first_answer = _find_answer(two_turns, _ANSWERS[0])
         second_answer = _find_answer(two_turns, _ANSWERS[1])
-        answers = (single_answer, first_answer, second_answer)
-        prompt = _prompt_chunks(question, question_and_prompt)
+        answers = (only_answer, first_answer, second_answer)
+
+        prompt = _prompt_chunks(question, question_and_prompt)  # the generation prompt after a question
         header = _infer_header(prompt, answers)
         ends = frozenset(answer.next_control for answer in answers)
         ends |= _end_before_tool_message(template, escaper, ends, question)
-        has_one_end = len(ends) == 1  # else what follows depends on the end
-        tail = _common_tail(single_answer, first_answer) if has_one_end else ()
+        tail: tuple[str, ...] = ()
+        if len(ends) == 1:  # otherwise the control tokens after an end depend on the end
+            tail = _common_tail(only_answer, first_answer)
         finder = cls(header, _prompt_rest(prompt, header), ends, tail)
-        if not (finder._finds(one_turn, _ANSWERS[:1]) and finder._finds(two_turns, _ANSWERS)):
+
+        finds_one = finder._finds(one_turn, _ANSWERS[:1])
+        if not (finds_one and finder._finds(two_turns, _ANSWERS)):
             raise _no_control_tokens()
         return finder
 
@@ -401,3 +409,25 @@ def _is_in(ids: npt.NDArray[np.int32], token_ids: frozenset[int]) -> npt.NDArray
     for token_id in token_ids:
         mask |= ids == token_id
     return mask
+
+
+def chunks_of_turn(tokens: JoinedTokens, turn: LocatedTurn) -> list[tuple[Chunk, int]]:
+    """Return each chunk of a turn with the token at which its text begins; the text after the turn is left out."""
+    chunks = tokens.chunks[turn.first_chunk : turn.last_chunk + 1]
+    text_starts = tokens.text_starts[turn.first_chunk : turn.last_chunk + 1]
+    _, turn_end = turn.span
+    if text_starts[-1] == turn_end:  # the control token of the last chunk ends the turn
+        chunks[-1] = chunks[-1]._replace(text="")
+    return list(zip(chunks, text_starts, strict=True))
+
+
+def turn_borders(turns: Sequence[LocatedTurn]) -> IntArray:
+    """Return ``Tokenized.borders``: where turns and their headers begin and end, ascending."""
+    positions = {position for turn in turns for position in (*turn.header, *turn.span)}
+    return np.array(sorted(positions), np.int32)
+
+
+def messages_of_turns(sample: Sample, num_turns: int) -> list[Turn]:
+    """Return the row's message of each rendered turn of the assistant; empty ones if the template has added turns."""
+    answers = [turn for turn in sample.turns if turn.role == "assistant"]
+    return answers if len(answers) == num_turns else [Turn("assistant", content="")] * num_turns

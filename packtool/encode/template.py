@@ -282,21 +282,43 @@ class ChatTemplate:
     def _find_missing_turn(
         self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> int | None:
-        """Render the conversation with marks as texts, except of answers; return the first turn without its mark."""
-        mark_by_turn: dict[int, str] = {}
-        marked_messages = []
-        for index, (turn, message) in enumerate(zip(turns, messages, strict=True)):
-            if turn.role != "assistant" and turn.content.strip():
-                mark = f"packtoolturn{index}end"
-                mark_by_turn[index] = mark
-                is_text = isinstance(message["content"], str)
-                message = {**message, "content": mark if is_text else [{"type": "text", "text": mark}]}
-            marked_messages.append(message)
+        """Find the first turn of a conversation whose text the chat template leaves out, such as a later system prompt.
+
+        To find it, replace the text of each turn by a unique marker, render the conversation, and look for the markers.
+        Assistant turns and turns without text are not checked.
+
+        Args:
+            messages: the same turns in the form that the template takes, one for each turn. They are not changed.
+            tools: descriptions of the tools for the template.
+
+        Returns:
+            The index of the turn; None if no turn is missing or if the template fails on the markers.
+        """
+        marked_messages = list(messages)
+        marker_by_turn: dict[int, str] = {}
+        for index, turn in enumerate(turns):
+            has_text = bool(turn.content.strip())
+            if turn.role != "assistant" and has_text:
+                marker = f"packtoolturn{index}end"
+                marker_by_turn[index] = marker
+                marked_messages[index] = _with_content(messages[index], marker)
+
         try:
             rendered = self.render(marked_messages, tools)
         except TemplateFailure:
-            return None  # the template refuses the marks, although it has rendered the row's own texts
-        return next((index for index, mark in mark_by_turn.items() if mark not in rendered), None)
+            return None  # the caller has rendered the original texts without failure
+
+        for index, marker in marker_by_turn.items():
+            if marker not in rendered:
+                return index
+        return None
+
+
+def _with_content(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return a copy of a message with another text as content: a string, or a list of one item if it was a list."""
+    if isinstance(message["content"], str):
+        return {**message, "content": text}
+    return {**message, "content": [{"type": "text", "text": text}]}
 
 
 def template_variants(text: str, variables: Mapping[str, Any]) -> Iterator[ChatTemplate]:

@@ -345,23 +345,27 @@ def _safe_chars() -> str:
 
 @cache
 def _translated(pattern: str, chars: str) -> str:
-    """Replace ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` in a pattern by those of ``chars`` that they match.
+    """Replace ``\\p{L}`` (letters), ``\\p{N}`` (numbers), ``\\s`` and ``\\S`` in a pattern by matching ``chars``.
 
-    Python's ``re`` does not support Unicode categories, but is twice as fast as the ``regex`` module, which does.
+    With the chars "ab1", ``\\p{L}+`` becomes ``[a-b]+``. Python's ``re`` does not support Unicode categories, but is
+    twice as fast as the ``regex`` module, which does.
     """
     letters = [char for char in chars if unicodedata.category(char).startswith("L")]
     numbers = [char for char in chars if unicodedata.category(char).startswith("N")]
     spaces = _as_ranges(filter(str.isspace, chars))
-    ranges = {r"\p{L}": _as_ranges(letters), r"\p{N}": _as_ranges(numbers), r"\s": spaces}
+    ranges_by_class = {r"\p{L}": _as_ranges(letters), r"\p{N}": _as_ranges(numbers), r"\s": spaces}
+
     translated: list[str] = []
     is_in_brackets = False
+    # A token is ``\p{L}``, ``\p{N}``, another escaped character, or a single character.
     for token in re.findall(r"\\p\{[LN]\}|\\.|.", pattern, re.DOTALL):
         if token in ("[", "]"):
             is_in_brackets = token == "["
         if token == r"\S":  # ``_is_supported`` has refused it within brackets
             token = f"[^{spaces}]"
-        elif token in ranges:
-            token = ranges[token] if is_in_brackets else f"[{ranges[token]}]"
+        elif token in ranges_by_class:
+            ranges = ranges_by_class[token]
+            token = ranges if is_in_brackets else f"[{ranges}]"
         translated.append(token)
     return "".join(translated)
 

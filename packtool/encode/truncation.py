@@ -96,9 +96,14 @@ def _moved(positions: IntArray, kept: npt.NDArray[np.int64]) -> IntArray:
 
 
 def truncate(item: Tokenized, spec: EncodeSpec, tokens: MediaTokens | None = None) -> list[EncodedSample] | Dropped:
-    """Truncate and label a sample; several samples with the strategy ``split``. RowError if too long with ``raise``.
+    """Shorten a tokenized sample to at most ``max_length`` tokens, and label it; or drop it, with the reason.
 
-    With the model's media ``tokens``, a sample is dropped if ``media_spans`` would not find its media in their order.
+    The result has one sample, or several with the strategy ``split``. A sample is dropped if it is too short, too long
+    for the strategy ``delete``, or without targets. RowError if it is too long for the strategy ``raise``.
+
+    Args:
+        tokens: the placeholder tokens of the model's media; with them, a sample is also dropped if its media could not
+            be located again in their order.
     """
     sample = item.sample
     if item.original_length < spec.min_length:
@@ -106,12 +111,14 @@ def truncate(item: Tokenized, spec: EncodeSpec, tokens: MediaTokens | None = Non
         return Dropped(sample.source, sample.row, _TOO_SHORT, detail)
     if spec.truncation_strategy == "split":
         return _split(item, spec.max_length)
+
     if len(item.ids) > spec.max_length:
         shortened = _shorten(item, spec)
         if isinstance(shortened, Dropped):
             return shortened
         item = shortened
-    encoded = _make_sample(item)
+
+    encoded = _make_sample(item)  # None without a target
     if encoded is None:
         detail = "truncation removed all targets" if item.num_removed else "no assistant turn has a token to train"
         return Dropped(sample.source, sample.row, _NO_TARGET, detail)

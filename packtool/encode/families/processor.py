@@ -107,28 +107,31 @@ class ProcessorVideos:
         return tuple(warnings)
 
     def measure(self, ref: MediaRef) -> EncodedVideo:
-        """Measure a video by its header, and sample its frames."""
+        """Measure a video by its header, choose the frames to sample, and count its tokens by the model's processor.
+
+        MediaProblem if the video cannot be read, or if the processor cannot process it.
+        """
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
-        if (getattr(self._processor.video_processor, "stack_frames", None) or 1) > 1:
-            detail = "the settings of its video processor stack frames in one picture: set stack_frames to 1"
-            raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
+        self._refuse_stacked_frames(ref)
         row_fps = self._row_fps(ref)
         size = measure_video(ref)
         first_frame, num_frames = 0, size.num_frames
         try:
-            if ref.clip is not None:
+            if ref.clip is not None:  # the row selects part of the video
                 first_frame, num_frames = clip_frames(ref.clip, num_frames, size.fps)
-            sampled = self._frame_indices(ref, num_frames, size.fps, row_fps)  # among the frames of the clip
-            indices = tuple(first_frame + index for index in sampled)
-            content = self._content(ref, [(frame.path, frame.data) for frame in ref.frames], ref.policy)
+            indices_in_clip = self._frame_indices(ref, num_frames, size.fps, row_fps)
+            indices = tuple(first_frame + index for index in indices_in_clip)
+            frame_files = [(frame.path, frame.data) for frame in ref.frames]
+            content = self._content(ref, frame_files, ref.policy)
             segments, grid = self._process_once(content, size.height, size.width, num_frames, size.fps, indices)
         except MediaError as error:
             raise MediaProblem("media_unreadable", f"{label(ref)}: {error.message}") from error
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             detail = f"{label(ref)}: the model's processor cannot process it: {error}"
             raise MediaProblem("media_size", detail) from error
-        num_time_steps = sum(grid[::3]) or len(indices)
+
+        num_time_steps = sum(grid[::3]) or len(indices)  # the grid is (t, h, w, t, h, w, ...), or empty
         seconds = num_frames / size.fps
         return encoded_video(
             ref,
@@ -139,6 +142,13 @@ class ProcessorVideos:
             seconds_per_grid=seconds / num_time_steps,
             num_tokens=_token_counts(segments)[self._pad],
         )
+
+    def _refuse_stacked_frames(self, ref: MediaRef) -> None:
+        """Raise MediaProblem if the processor joins several frames to one picture."""
+        num_stacked = getattr(self._processor.video_processor, "stack_frames", None) or 1
+        if num_stacked > 1:
+            detail = "the settings of its video processor stack frames in one picture: set stack_frames to 1"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
 
     def _row_fps(self, ref: MediaRef) -> float | None:
         """Return the frames per second that a row wants sampled; MediaProblem for any limit that has no effect."""
@@ -288,12 +298,15 @@ class ProcessorFamily(MediaEncoding):
         refuse_options(files, options)
         self._family = family
         self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", _DEFAULT_PATCH_SIDE)
-        processor = self._processor = load_processor(files.directory)
+        self._processor = load_processor(files.directory)
+        self._special = special_tokens(self._processor)
+        tokenizer = self._processor.tokenizer
+        self._added_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        # Placeholder tokens, as far as config.json names them:
         pad_ids = pad_ids_of(files.config)
-        self._pads = {kind: str(processor.tokenizer.convert_ids_to_tokens(pad)) for kind, pad in pad_ids.items()}
-        self._pad = self._pads.get("image")
-        self._added_tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values()}
-        self._special = special_tokens(processor)
+        self._pad_by_kind = {kind: str(tokenizer.convert_ids_to_tokens(pad_id)) for kind, pad_id in pad_ids.items()}
+        self._image_pad = self._pad_by_kind.get("image")
+
         self._process_once = cache(self._process_picture)  # once for each size
         single_picture, _grid = self._process_once(*_PROBE_SIZE, 1)
         row_form = self._row_form(single_picture)
@@ -304,19 +317,29 @@ class ProcessorFamily(MediaEncoding):
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
         )
-        kinds_by_token: dict[str, MediaKind] = {str(processor.image_token): "image"}
-        self._videos = self._make_videos()
         self._no_videos_reason = family.no_videos or "processor, tokenizer and config.json name no common video token"
+        self._videos = self._make_videos()
+        self._set_tokens(single_picture)
+        self.content_as_list = _accepts_content_lists(files)
+        if not self.content_as_list:
+            self.placeholders = {}
+
+    def _set_tokens(self, single_picture: list[MediaSegment]) -> None:
+        """Set the tokens that the chat template and the processor write for media; also template and notes on videos.
+
+        ``single_picture`` has the segments that the processor writes for one picture.
+        """
+        processor = self._processor
+        self.placeholders: dict[str, MediaKind] = {str(processor.image_token): "image"}  # written by the chat template
         if self._videos is not None:
             self.warnings += self._videos.warnings
-            kinds_by_token[str(processor.video_token)] = "video"
+            self.placeholders[str(processor.video_token)] = "video"
             # SmolVLM's processor renders rows with videos by a template of its own.
             self.video_template = getattr(sys.modules[type(processor).__module__], "DEFAULT_CHAT_TEMPLATE", "")
         picture_tokens = [segment.token for segment in single_picture if isinstance(segment, TokenRun)]
-        all_tokens = [str(processor.image_token), *picture_tokens, *(kinds_by_token.keys() & self._added_tokens)]
+        added_placeholders = self.placeholders.keys() & self._added_tokens
+        all_tokens = [str(processor.image_token), *picture_tokens, *added_placeholders]
         self.control_tokens = tuple(dict.fromkeys(all_tokens))  # each once
-        self.content_as_list = _accepts_content_lists(files)
-        self.placeholders = kinds_by_token if self.content_as_list else {}  # tokens that the chat template writes
 
     def _row_form(self, single: list[MediaSegment]) -> Literal["repeated", "numbered", "unknown"]:
         """Return how the processor writes each picture of a row: like a ``single`` picture, or with its number."""
@@ -330,12 +353,12 @@ class ProcessorFamily(MediaEncoding):
     def _make_videos(self) -> ProcessorVideos | None:
         """Return the encoding of videos; None if the family, the processor or the tokenizer does not support them."""
         has_videos = None not in [getattr(self._processor, name, None) for name in ("video_processor", "video_token")]
-        if self._family.no_videos or self._pad is None or not has_videos:
+        if self._family.no_videos or self._image_pad is None or not has_videos:
             return None
         if not self._family.video_outputs:
-            return ProcessorVideos(self._processor, self._pad)
+            return ProcessorVideos(self._processor, self._image_pad)
         pad = str(self._processor.video_token)
-        if pad not in self._added_tokens or pad != self._pads.get("video"):
+        if pad not in self._added_tokens or pad != self._pad_by_kind.get("video"):
             return None
         return ProcessorVideos(self._processor, pad, [pad], self._patch_side)
 
@@ -356,7 +379,7 @@ class ProcessorFamily(MediaEncoding):
         segments, grid = self._process_size(ref, height, width, 1)
         counts = _token_counts(segments)
         # If config.json names no placeholder token, it is the most frequent control token.
-        num_tokens = counts[self._pad] if self._pad is not None else max(counts.values(), default=0)
+        num_tokens = counts[self._image_pad] if self._image_pad is not None else max(counts.values(), default=0)
         return EncodedImage(ref.path, ref.data, height, width, grid=grid, num_tokens=num_tokens)
 
     def _process_size(self, ref: MediaRef | EncodedImage, height: int, width: int, num_pictures: int) -> _Tokens:
@@ -372,7 +395,7 @@ class ProcessorFamily(MediaEncoding):
         if not self._cuts_single_pictures:
             return images
         uncut = [replace(image, grid=(1, *image.grid[1:])) for image in images if isinstance(image, EncodedImage)]
-        pad = str(self._pad)
+        pad = str(self._image_pad)
         return [replace(image, num_tokens=_token_counts(self.segments(image))[pad]) for image in uncut]
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:

@@ -53,12 +53,14 @@ def smart_resize(
     num_frames: int = 1,
     num_checked_frames: int = 1,
 ) -> tuple[int, int]:
-    """Return height and width as multiples of ``factor`` with min_pixels <= frames * height * width <= max_pixels.
+    """Return the new (height, width) of a picture or of video frames: multiples of ``factor``, within bounds.
 
+    Sides are rounded to multiples. If the pixels of all frames together are then above ``max_pixels`` or below
+    ``min_pixels``, the picture is resized with its aspect ratio. 100 x 300 pixels with factor 28 become 112 x 308.
     Rounds as transformers' function of the same name does. ValueError if one side is more than 200 times the other.
 
     Args:
-        num_frames: frames whose pixels together must be within the bounds; determines how much they are resized.
+        num_frames: determines how much they are resized.
         num_checked_frames: ``num_frames`` rounded to entire temporal patches; determines whether they are resized.
     """
     if max(height, width) / min(height, width) > _MAX_ASPECT:
@@ -116,16 +118,19 @@ def video_limits(
             the settings are those of another processor.
         frame_tokens: (min, max) tokens of a frame if the family's processor ignores its settings (Omni).
     """
-    over_all_frames = is_qwen3 and _bounds_all_frames(processor)
+    over_all_frames = is_qwen3 and _bounds_all_frames(processor)  # otherwise bounds are for each frame
     patch_size = int(processor.get("patch_size", 16 if over_all_frames else 14))
     merge_size = int(processor.get("merge_size", 2))
     pixels_per_token = (patch_size * merge_size) ** 2
+
     min_pixels, max_pixels = _processor_bounds(processor, frame_tokens, pixels_per_token)
-    frame_min, frame_max = _frame_bounds(options, pixels_per_token)
+    frame_min, frame_max = _frame_bounds(options, pixels_per_token)  # set by the user; None if not
     if over_all_frames:
         max_pixels = options.video_total_pixels or max_pixels
     else:
-        min_pixels, max_pixels = frame_min or min_pixels, frame_max or max_pixels
+        min_pixels = frame_min or min_pixels
+        max_pixels = frame_max or max_pixels
+
     limits = VideoLimits(
         fps=float(options.fps or processor.get("fps") or 2.0),
         min_frames=options.fps_min_frames or int(processor.get("min_frames") or 4),
@@ -441,11 +446,13 @@ def _sample_video_or_clip(
 def _find_bounds(
     grid_of: Callable[[Bounds], Grid], grid: Grid, default_bounds: Bounds, pixels_per_patch: int
 ) -> Bounds:
-    """Find (min, max) pixels with which ``grid_of`` returns ``grid``; ``default_bounds`` if there are none.
+    """Find bounds (min, max) in pixels at which a picture or video is resized to ``grid``.
+
+    Tries the default bounds, then no bounds, then only a maximum, then only a minimum. If none of them gives the grid,
+    returns the default bounds.
 
     Args:
-        grid_of: returns the grid (t, h, w) of a medium at some bounds; raises ValueError if they are impossible.
-        default_bounds: are tried first.
+        grid_of: returns the grid (t, h, w), in patches, at the bounds it is given; ValueError if these are impossible.
         pixels_per_patch: of one frame, or of all frames if the bounds are for all together.
     """
     if _grid_or_none(grid_of, default_bounds) == grid:
@@ -453,17 +460,22 @@ def _find_bounds(
     unbounded_grid = _grid_or_none(grid_of, _UNBOUNDED)
     if unbounded_grid == grid:
         return _UNBOUNDED
+
     no_min, no_max = _UNBOUNDED
     largest_max, smallest_min = no_max, no_min
-    if unbounded_grid is not None:  # a maximum has an effect only below its size, a minimum only above
+    if unbounded_grid is not None:
         _, rows, columns = unbounded_grid
         num_pixels = rows * columns * pixels_per_patch
+        # A maximum has an effect only below the size without bounds, a minimum only above.
         largest_max, smallest_min = num_pixels - 1, num_pixels + 1
+
     max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (no_min, pixels)), grid, no_min, largest_max)
     if max_pixels is not None:
         return no_min, max_pixels
     min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, no_max)), grid, smallest_min, no_max)
-    return default_bounds if min_pixels is None else (min_pixels, no_max)
+    if min_pixels is not None:
+        return min_pixels, no_max
+    return default_bounds
 
 
 def _grid_or_none(grid_of: Callable[[Bounds], Grid], bounds: Bounds) -> Grid | None:
