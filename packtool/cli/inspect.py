@@ -81,7 +81,10 @@ def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
 
 
 def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
-    """Print what the run in ``config.directory`` has trained; ConfigError for options that apply only to caches."""
+    """Print what the run in ``config.directory`` has trained: losses, totals, a step, or a sample.
+
+    The first option that is set decides which. ConfigError without one, and for options that apply only to caches.
+    """
     from packtool.report import trained
 
     if config.run is not None:

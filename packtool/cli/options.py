@@ -98,35 +98,39 @@ T = TypeVar("T")
 def rewrite_arguments(
     arguments: Sequence[str], kinds: Mapping[str, ArgumentKind], positional: str | None, explain_unknown: ExplainUnknown
 ) -> list[str]:
-    """Rewrite a command line into the form that typer reads; a ConfigError names what is wrong.
+    """Rewrite a command line into the form that typer reads; a ConfigError lists all problems.
+
+    Typer reads one value per list option and none for a flag: ``--list a b --flag true`` becomes
+    ``--list a --list b --flag``.
 
     Args:
         kinds: of each option, by its name with dashes.
-        positional: the option that gets values without an option's name.
+        positional: the option that gets values without an option's name; None if there is none.
         explain_unknown: returns the error message for an unknown option and its value, or None to ignore them.
     """
-    result: list[str] = []
+    rewritten: list[str] = []
     problems: list[str] = []
     index = 0
     while index < len(arguments):
-        argument, following = arguments[index], arguments[index + 1 :]
-        num_values = 0
+        argument = arguments[index]
+        following = arguments[index + 1 :]
+        num_values = 0  # of the following arguments that belong to this one
         if argument.startswith("--") and argument != "--":
             num_values = _num_values(argument, following, kinds)
             try:
-                result += _rewrite_option(argument, following[:num_values], kinds, explain_unknown)
+                rewritten += _rewrite_option(argument, following[:num_values], kinds, explain_unknown)
             except ValueError as error:
                 problems.append(str(error))
-        elif argument.startswith("-"):
-            result.append(argument)
+        elif argument.startswith("-"):  # a short option
+            rewritten.append(argument)
         elif positional is not None:
-            result += [positional, argument]
+            rewritten += [positional, argument]
         else:
-            problems.append(_stray_value(arguments, index, kinds))
+            problems.append(_stray_value_message(arguments, index, kinds))
         index += 1 + num_values
     if problems:
         raise ConfigError.from_problems(problems)
-    return result
+    return rewritten
 
 
 def _rewrite_option(
@@ -201,7 +205,7 @@ def _is_flag_value(argument: str, kind: str) -> bool:
     return word in TRUE_WORDS + FALSE_WORDS or (kind == "valued flag" and (word == "auto" or word.isdecimal()))
 
 
-def _stray_value(arguments: Sequence[str], index: int, kinds: Mapping[str, ArgumentKind]) -> str:
+def _stray_value_message(arguments: Sequence[str], index: int, kinds: Mapping[str, ArgumentKind]) -> str:
     """Return the error message for a value that no option takes."""
     value = arguments[index]
     previous = arguments[index - 1].replace("_", "-") if index > 0 else ""

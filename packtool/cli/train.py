@@ -85,15 +85,20 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
 
 def _show_result(config: TrainConfig, result: TrainResult, invocation: Invocation) -> None:
-    """Draw the curves of a run, and print notes about dropped rows and the summary."""
+    """Draw the curves of a run, and print its results: notes about dropped rows on stderr, and a summary.
+
+    With --json, the summary is one JSON object. After --dry-run, nothing was trained and there are no curves.
+    """
     from packtool.cache.evaluation_file import plain_json
     from packtool.report.tables import print_table, source_rows, train_lines
     from packtool.rows.sample import drop_notes, unexpected_note
     from packtool.train.prepare.result import next_lines
 
-    curves = None if config.dry_run else _draw_curves(result.output_dir)
-    if note := unexpected_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
-        show(f"packtool: {note}", error=True)
+    curves_path = None if config.dry_run else _draw_curves(result.output_dir)
+    dropped_files = os.path.join(result.output_dir, "dropped-*.jsonl")
+    bug_note = unexpected_note(result.dropped or {}, dropped_files)
+    if bug_note:
+        show(f"packtool: {bug_note}", error=True)
     for note in drop_notes(result.dropped):
         show(note, error=True)
     if invocation.as_json:
@@ -108,8 +113,8 @@ def _show_result(config: TrainConfig, result: TrainResult, invocation: Invocatio
         print_table("samples of each source in these steps", source_rows(result.sources))
     for line in next_lines(config, result):
         show(line)
-    if curves is not None:
-        show(f"curves: {curves}")
+    if curves_path is not None:
+        show(f"curves: {curves_path}")
 
 
 def _prepare_train(config: TrainConfig, world: World) -> None:

@@ -20,23 +20,30 @@ from packtool.translate.tools import translate
 def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     """Print the equivalent of another tool's file or command line; packtool's own YAML is printed unchanged."""
     source = _read_source(config)
-    command = source.command
-    cls = SETTINGS[command]
+    command = source.command  # the command of packtool that does the same
+    settings_class = SETTINGS[command]
     is_own_yaml = not source.tool
     if is_own_yaml:
         translation = Translation(source, values=dict(source.values), origins=dict.fromkeys(source.values, ""))
     else:
-        translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
-    _check(cls, translation)
+        option_names = [field.name for field in dataclasses.fields(settings_class)]
+        translation = translate(source, option_names, command, os.environ)
+    _check(settings_class, translation)
+
     if config.form == "command":
         text = as_command(translation, command)
     elif is_own_yaml:
         text = Path(config.file).read_text(encoding="utf-8").rstrip("\n")
     else:
         text = as_yaml(translation, command)
-    figures = {"tool": source.tool or "packtool", "command": command, "options": translation.values}
-    figures |= {"environment": translation.environ, "omitted": dict(translation.omitted)}
-    invocation.show(figures, [text])
+    json_output = {
+        "tool": source.tool or "packtool",
+        "command": command,
+        "options": translation.values,
+        "environment": translation.environ,
+        "omitted": dict(translation.omitted),
+    }
+    invocation.show(json_output, [text])
 
 
 def _read_source(config: TranslateConfig) -> ForeignConfig:

@@ -143,27 +143,31 @@ class WorkerPool(Generic[Job, Result]):
         """Run jobs and yield their results; raise the error of a job, or WorkerDied if its process ended.
 
         Args:
-            num_ahead: maximum number of jobs that are submitted and not yet yielded; by default 2 per process.
+            jobs: may be endless; only ``num_ahead`` are taken ahead.
+            num_ahead: maximum number of jobs whose results are not yet yielded; 0: twice the number of processes.
             in_order: yield results in the order of the jobs; otherwise as jobs finish.
             report: called in this thread with the progress that jobs report.
         """
         remaining_jobs = iter(jobs)
-        num_ahead = num_ahead or 2 * self.num_proc
+        max_pending = num_ahead or 2 * self.num_proc
         num_submitted = num_yielded = 0
-        messages: SimpleQueue[tuple[int, Message]] = SimpleQueue()
-        outcomes: dict[int, Message] = {}  # by position in the results
+        messages: SimpleQueue[tuple[int, Message]] = SimpleQueue()  # with the number of their job
+        outcomes: dict[int, Message] = {}  # results and errors not yet yielded, by position in the results
         while True:
             num_pending = num_submitted - num_yielded
-            for job in islice(remaining_jobs, num_ahead - num_pending):
-                self.start(len(self._workers) + 1)
+            for job in islice(remaining_jobs, max_pending - num_pending):
+                self.start(len(self._workers) + 1)  # one more process, up to ``num_proc``
                 self._jobs.put((num_submitted, job, messages))
                 num_submitted += 1
             if num_yielded == num_submitted:
-                return
-            while num_yielded not in outcomes:
+                return  # no jobs remain
+
+            next_position = num_yielded
+            while next_position not in outcomes:
                 job_number, outcome = _next_outcome(messages, report)
-                outcomes[job_number if in_order else num_yielded] = outcome
-            kind, content = outcomes.pop(num_yielded)
+                position = job_number if in_order else next_position
+                outcomes[position] = outcome
+            kind, content = outcomes.pop(next_position)
             if kind == "error":
                 raise content
             num_yielded += 1

@@ -143,17 +143,24 @@ def _contribution(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
 
 
 def _loss_sum(targets: Targets, logits: Tensor) -> Tensor:
-    """Return the weighted sum of the losses of a micro-batch's targets, 0-d.
+    """Return the weighted sum of the cross-entropy losses of a micro-batch's target tokens, 0-d.
 
-    ``logits``: (B, T, vocabulary), or only at the P ``targets.positions``, (B, P, vocabulary).
+    Args:
+        targets: labels (B, T), shifted so that each position has the id of the next token, or -100 for no target; and
+            weights (B, T), or None if all weigh 1.
+        logits: (B, T, vocabulary), or only at the P ``targets.positions``, (B, P, vocabulary).
     """
     labels, weights = targets.labels, targets.weights
-    if logits.shape[:2] != labels.shape:  # logits only at the targets
+    has_all_positions = logits.shape[:2] == labels.shape
+    if not has_all_positions:  # then they must be only at the targets
         labels = labels[:, targets.positions]
-        weights = None if weights is None else weights[:, targets.positions]
+        if weights is not None:
+            weights = weights[:, targets.positions]
     if logits.shape[:2] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not belong to labels {tuple(targets.labels.shape)}")
-    flat_logits, flat_labels = logits.float().flatten(0, 1), labels.flatten()
+
+    flat_logits = logits.float().flatten(0, 1)
+    flat_labels = labels.flatten()
     if targets.num_targets == 0:
         return flat_logits.sum() * 0.0  # 0, but differentiable: all ranks need a backward pass
     if weights is None:
