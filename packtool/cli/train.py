@@ -191,7 +191,10 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
 
 def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
-    """Compare packed and single samples and print the report; exit with code 4 if they differ."""
+    """Check that packed samples give the same outputs as unpacked ones; print the report, exit with code 4 if not.
+
+    With sequence parallelism, starts itself again under torchrun; each process runs this function.
+    """
     num_ranks = config.sequence_parallel_ranks
     torchrun: Literal["auto", "never"] = "auto" if num_ranks > 1 else "never"
     check = partial(_check_verify, config)

@@ -93,7 +93,11 @@ class PreparedRows:
             raise RowProblem("token_out_of_range", detail)
 
     def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[MediumSpan]:
-        """Locate the media among the tokens, ascending; raise RowProblem if their placeholder tokens do not match."""
+        """Locate the media of a row that gives its tokens, by their placeholder tokens; ascending.
+
+        Each span includes the marks around the medium. RowProblem if number or order of placeholder tokens does not
+        match the media.
+        """
         sample = _sample_of(ids, media)
         for kind in MEDIA_KINDS:
             self._check_num_placeholders(sample, kind)

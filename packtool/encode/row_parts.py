@@ -189,7 +189,10 @@ def _without_empty_thinking(chunks: Sequence[Chunk], turns: Sequence[TurnChunks]
 def join_results(
     samples: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]
 ) -> list[EncodedSample] | Dropped:
-    """Join the results of encoding the samples of a row; the row is dropped if all of its samples are."""
+    """Join the results of encoding the samples of one row: its turns or responses that are trained separately.
+
+    Some may be dropped: the ``EncodedRow`` lists them in ``left_out``. If all are, the row is dropped.
+    """
     if len(samples) == 1:
         return results[0]
     row = EncodedRow()

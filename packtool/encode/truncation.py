@@ -160,9 +160,10 @@ def _fit_media(item: Tokenized, spec: EncodeSpec) -> Tokenized | Dropped:
 
 
 def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
-    """Truncate and label each of the samples that were packed into one row.
+    """Truncate and label the samples of a row that another tool has tokenized and packed; see ``truncate``.
 
-    Samples without a target or too short are left out. If all are, or one is dropped otherwise, the row is dropped.
+    Samples that are too short or without a target are left out. The row is dropped if no sample is left, or if one is
+    dropped for another reason.
     """
     kept: list[EncodedSample] = []
     for number, tokenized in enumerate(samples, 1):

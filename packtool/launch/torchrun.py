@@ -246,7 +246,11 @@ class LauncherGroup:
                 self._end_stuck_ranks()
 
     def _exchange(self) -> None:
-        """Write this machine's record to the store, and update ``_state``; connect first if necessary."""
+        """Write this machine's record to the store of node 0, and update ``_state`` from it; connect if necessary.
+
+        On node 0, ``_state`` is made from the records of all machines, and published for the others. After an error,
+        the store is disconnected, and ``_store_error`` has the reason.
+        """
         try:
             store = self._store or self._connect()
             self._record["beat"] += 1

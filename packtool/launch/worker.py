@@ -217,7 +217,12 @@ def _receive(pipe: Connection) -> Message:
 
 
 def _run_worker(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object, ...], pipe: Connection) -> None:
-    """Run jobs until the pipe is closed; the main function of a worker process."""
+    """Run jobs until the pipe is closed; the main function of a worker process.
+
+    ``make(report, *arguments)`` returns the function that runs a job. Sends pairs to the parent: ("ready", None) once,
+    or ("error", error) if ``make`` fails; then for each job ("progress", ...) for every report, and a "result" or
+    "error".
+    """
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
 

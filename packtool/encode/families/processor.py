@@ -206,13 +206,17 @@ class ProcessorVideos:
     def _process(
         self, content: MediaRef | None, height: int, width: int, num_frames: int, fps: float, indices: tuple[int, ...]
     ) -> _Tokens:
-        """Return the tokens of a video with these sampled frames, and its grid in patches; () if it has none.
+        """Run the processor on the sampled frames of a video; return its tokens, and its grid in patches or ().
 
-        ``content``: the video, if its tokens depend on its pixels.
+        Args:
+            content: the video, if its tokens depend on its pixels; otherwise None, and blank frames are processed.
+            num_frames: of the video.
+            indices: frame numbers of the sampled frames.
         """
         import torch
 
-        # VideoLLaMA 3 counts tokens by the values of a tensor, also without compression.
+        # Frames without pixels (torch's meta device) suffice, except for VideoLLaMA 3: it counts tokens by the values
+        # of a tensor, also without compression.
         device = "cpu" if hasattr(self._processor.video_processor, "use_token_compression") else "meta"
         frames = torch.zeros(len(indices), 3, height, width, dtype=torch.uint8, device=device)
         if content is not None:

@@ -361,7 +361,10 @@ class QwenVL(MediaEncoding):
         return image_grid(height, width, image_limits_of(ref, self._images))
 
     def _measure_video(self, ref: MediaRef) -> EncodedVideo:
-        """Measure a video by its header, and determine the frames to sample and their grid."""
+        """Measure a video by its header, and determine the frames to sample and their grid (t, h, w) in patches.
+
+        MediaProblem if the limits of its row or of the model are impossible for it.
+        """
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
         size = measure_video(ref)
