@@ -323,10 +323,8 @@ class ProcessorFamily(MediaEncoding):
         )
         self._no_videos_reason = family.no_videos or "processor, tokenizer and config.json name no common video token"
         self._videos = self._make_videos()
-        self._set_tokens(single_picture)
         self.content_as_list = _accepts_content_lists(files)
-        if not self.content_as_list:
-            self.placeholders = {}
+        self._set_tokens(single_picture)
 
     def _set_tokens(self, single_picture: list[MediaSegment]) -> None:
         """Set the tokens that the chat template and the processor write for media; also template and notes on videos.
@@ -334,16 +332,17 @@ class ProcessorFamily(MediaEncoding):
         ``single_picture`` has the segments that the processor writes for one picture.
         """
         processor = self._processor
-        self.placeholders: dict[str, MediaKind] = {str(processor.image_token): "image"}  # written by the chat template
+        kind_by_placeholder: dict[str, MediaKind] = {str(processor.image_token): "image"}
         if self._videos is not None:
             self.warnings += self._videos.warnings
-            self.placeholders[str(processor.video_token)] = "video"
+            kind_by_placeholder[str(processor.video_token)] = "video"
             # SmolVLM's processor renders rows with videos by a template of its own.
             self.video_template = getattr(sys.modules[type(processor).__module__], "DEFAULT_CHAT_TEMPLATE", "")
         picture_tokens = [segment.token for segment in single_picture if isinstance(segment, TokenRun)]
-        added_placeholders = self.placeholders.keys() & self._added_tokens
+        added_placeholders = kind_by_placeholder.keys() & self._added_tokens
         all_tokens = [str(processor.image_token), *picture_tokens, *added_placeholders]
         self.control_tokens = tuple(dict.fromkeys(all_tokens))  # each once
+        self.placeholders = kind_by_placeholder if self.content_as_list else {}  # tokens that the template writes
 
     def _row_form(self, single: list[MediaSegment]) -> Literal["repeated", "numbered", "unknown"]:
         """Return how the processor writes each picture of a row: like a ``single`` picture, or with its number."""
