@@ -85,20 +85,15 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
 
 def _show_result(config: TrainConfig, result: TrainResult, invocation: Invocation) -> None:
-    """Draw the curves of a run, and print its results: notes about dropped rows on stderr, and a summary.
-
-    With --json, the summary is one JSON object. After --dry-run, nothing was trained and there are no curves.
-    """
+    """Draw the curves of a run, and print notes about dropped rows and the summary."""
     from packtool.cache.evaluation_file import plain_json
     from packtool.report.tables import print_table, source_rows, train_lines
     from packtool.rows.sample import drop_notes, unexpected_note
     from packtool.train.prepare.result import next_lines
 
-    curves_path = None if config.dry_run else _draw_curves(result.output_dir)
-    dropped_files = os.path.join(result.output_dir, "dropped-*.jsonl")
-    bug_note = unexpected_note(result.dropped or {}, dropped_files)
-    if bug_note:
-        show(f"packtool: {bug_note}", error=True)
+    curves = None if config.dry_run else _draw_curves(result.output_dir)
+    if note := unexpected_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
+        show(f"packtool: {note}", error=True)
     for note in drop_notes(result.dropped):
         show(note, error=True)
     if invocation.as_json:
@@ -113,8 +108,8 @@ def _show_result(config: TrainConfig, result: TrainResult, invocation: Invocatio
         print_table("samples of each source in these steps", source_rows(result.sources))
     for line in next_lines(config, result):
         show(line)
-    if curves_path is not None:
-        show(f"curves: {curves_path}")
+    if curves is not None:
+        show(f"curves: {curves}")
 
 
 def _prepare_train(config: TrainConfig, world: World) -> None:
@@ -191,10 +186,7 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
 
 def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
-    """Check that packed samples give the same outputs as unpacked ones; print the report, exit with code 4 if not.
-
-    With sequence parallelism, starts itself again under torchrun; each process runs this function.
-    """
+    """Compare packed and single samples and print the report; exit with code 4 if they differ."""
     num_ranks = config.sequence_parallel_ranks
     torchrun: Literal["auto", "never"] = "auto" if num_ranks > 1 else "never"
     check = partial(_check_verify, config)
