@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -126,19 +126,25 @@ def estimate_memory(
     Args:
         model: made trainable, on any device; only the sizes of its weights matter.
         dtype: precision of the computation.
-        micro_batches: those that may need most memory; by default the longest one, text only.
+        micro_batches: token counts of those that may need most memory; by default of the longest one, text only.
+        axes: how ranks share a sequence; by default each has its own.
+        trace: replaces ``traced_pass``, for example by a cache.
     """
-    quantized = quantized_layers(model, model_config.model_type, config)
-    micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), NO_MEDIA)
+    if not micro_batches:
+        micro_batches = longest_micro_batches(config, model_config.to_dict(), NO_MEDIA)
     num_tokens = micro_batches[0].computed
-    activations = None
+    quantized = quantized_layers(model, model_config.model_type, config)
+
     pass_bytes = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
     known_bytes = [num_bytes for num_bytes in pass_bytes if num_bytes is not None]
-    if len(known_bytes) == len(pass_bytes):
+    is_traceable = len(known_bytes) == len(pass_bytes)
+    activations = None
+    if is_traceable:
+        peak_bytes = max(*known_bytes, _check_bytes(config, model_config, num_tokens))
         # A quantized layer is dequantized while it computes.
-        dequantized_bytes = max((unsharded_numel(layer.weight) for layer in quantized), default=0) * dtype.itemsize
-        max_bytes = max(*known_bytes, _check_bytes(config, model_config, num_tokens))
-        activations = (max_bytes + dequantized_bytes) / _GIB
+        max_layer_weights = max((unsharded_numel(layer.weight) for layer in quantized), default=0)
+        activations = (peak_bytes + max_layer_weights * dtype.itemsize) / _GIB
+
     memory_of_weights = _memory_of_weights(config, model, dtype, world_size, quantized)
     return MemoryEstimate(activations=activations, num_tokens=num_tokens, **memory_of_weights)
 
@@ -146,28 +152,31 @@ def estimate_memory(
 def _memory_of_weights(
     config: TrainConfig, model: nn.Module, dtype: torch.dtype, world_size: int, quantized: list[nn.Linear]
 ) -> dict[str, Any]:
-    """Return the fields of ``MemoryEstimate`` that depend on the weights, not on micro-batches."""
+    """Estimate a rank's GiB of weights, gradients and optimizer, which do not depend on micro-batches.
+
+    ``dtype`` is the precision of the computation, ``quantized`` are the layers with weights of 4 or 8 bits. Returns the
+    fields of ``MemoryEstimate`` by name, except ``activations`` and ``num_tokens``.
+    """
     parameters = parameter_sizes(model)
     trained = [parameter for parameter in parameters if parameter.is_trained]
-    trained_bytes = sum(parameter.num_bytes for parameter in trained)
+    gradient_bytes = sum(parameter.num_bytes for parameter in trained)
+    optimizer_bytes = gradient_bytes * _optimizer_bytes_per_weight_byte(config, dtype)
     weight_bytes, unsharded_scale_bytes = _weight_bytes(parameters, quantized, config, dtype)
     if config.asft_alpha is not None:
         weight_bytes *= 2  # the copy of the initial model
-    # Stage 1 shards optimizer states, 2 also gradients, 3 also weights, as FSDP and expert parallelism do.
+
+    # Stage 1 shards optimizer states among all ranks, 2 also gradients, 3 (as FSDP, expert parallelism) also weights.
     stage = 3 if shards_weights(config) else zero_stage(config)
-    # DDP's buckets are copies of the gradients, not views.
-    bucket_bytes = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
-
-    def sharded_gib(num_bytes: int, *, from_stage: int) -> float:
-        """Return a rank's GiB of something that is sharded from this stage on."""
-        return num_bytes / _GIB / (world_size if stage >= from_stage else 1)
-
+    optimizer_ranks = world_size if stage >= 1 else 1
+    gradient_ranks = world_size if stage >= 2 else 1
+    weight_ranks = world_size if stage >= 3 else 1
+    has_buckets = world_size > 1 and stage == 0 and config.deepspeed is None  # DDP copies gradients into buckets
     return {
-        "weights": sharded_gib(weight_bytes, from_stage=3) + unsharded_scale_bytes / _GIB,
-        "gradients": sharded_gib(trained_bytes, from_stage=2),
-        "optimizer": sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, from_stage=1),
+        "weights": weight_bytes / _GIB / weight_ranks + unsharded_scale_bytes / _GIB,
+        "gradients": gradient_bytes / _GIB / gradient_ranks,
+        "optimizer": optimizer_bytes / _GIB / optimizer_ranks,
         "gathered": _gathered_bytes(model, dtype, config, quantized) / _GIB if stage >= 3 else 0.0,
-        "buckets": bucket_bytes / _GIB,
+        "buckets": gradient_bytes / _GIB if has_buckets else 0.0,
         "num_parameters": sum(parameter.num_elements for parameter in parameters),
         "num_trainable": sum(parameter.num_elements for parameter in trained),
     }
@@ -223,31 +232,44 @@ def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
     return [ParameterSize(unsharded_numel(weight), weight.element_size(), weight.requires_grad) for weight in weights]
 
 
+class _LayerBytes(NamedTuple):
+    """Bytes of a layer's full weights, and of the gradients of the trained ones."""
+
+    weights: float
+    gradients: float
+
+
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]) -> float:
-    """Return the unsharded bytes that FSDP or ZeRO-3 holds at its peak; ``quantized`` are the quantized layers."""
+    """Return the peak bytes of full weights and gradients on a rank that stores only shards (FSDP or ZeRO-3).
+
+    The ranks gather the weights of a layer while it computes; weights outside of layers stay gathered. ``dtype`` is the
+    precision of the computation, ``quantized`` are the layers with weights of 4 or 8 bits.
+    """
     bytes_by_id = _unsharded_bytes_by_id(model, dtype, config, quantized)
+    layers: list[_LayerBytes] = []
+    ids_in_layers: set[int] = set()
+    for layer in layers_of_model(model):
+        weights = list(layer.parameters())
+        weight_bytes = sum(bytes_by_id[id(weight)] for weight in weights)
+        gradient_bytes = sum(bytes_by_id[id(weight)] for weight in weights if weight.requires_grad)
+        layers.append(_LayerBytes(weight_bytes, gradient_bytes))
+        ids_in_layers.update(id(weight) for weight in weights)
 
-    def total_bytes(parameters: Iterable[nn.Parameter]) -> float:
-        return sum((bytes_by_id[id(parameter)] for parameter in parameters), 0.0)
-
-    layers = [list(layer.parameters()) for layer in layers_of_model(model)]
-    in_layers = {id(weight) for weights in layers for weight in weights}
-    bytes_of_layers = [(0.0, 0.0)]  # of weights and of gradients; the first entry is for models without layers
-    for weights in layers:
-        bytes_of_layers.append((total_bytes(weights), total_bytes(each for each in weights if each.requires_grad)))
-    outside_bytes = total_bytes(weight for weight in model.parameters() if id(weight) not in in_layers)
-    largest_weight_bytes, largest_gradient_bytes = max(bytes_of_layers)
+    outside_bytes = sum(num_bytes for weight_id, num_bytes in bytes_by_id.items() if weight_id not in ids_in_layers)
+    largest = max(layers, default=_LayerBytes(0.0, 0.0))  # by weights
     if "shard_grad_op" in config.fsdp:  # keeps all weights from the forward pass to the backward pass
-        return outside_bytes + sum(weight_bytes for weight_bytes, _ in bytes_of_layers) + largest_gradient_bytes
+        return outside_bytes + sum(layer_bytes.weights for layer_bytes in layers) + largest.gradients
     # Beside the largest layer there are the weights of the next one, prefetched, which may be as large.
-    return outside_bytes + 2 * largest_weight_bytes + largest_gradient_bytes
+    return outside_bytes + 2 * largest.weights + largest.gradients
 
 
 def _unsharded_bytes_by_id(
     model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]
 ) -> dict[int, float]:
     """Return the bytes of each weight when a rank has gathered it, by the ``id`` of the weight."""
-    expert_ids = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
+    expert_ids: set[int] = set()
+    if config.shares_experts:
+        expert_ids = {id(weight) for weight in expert_weights(model).values()}
     quantized_ids = {id(layer.weight) for layer in quantized}
     bytes_by_id = {}
     for parameter in model.parameters():
@@ -265,26 +287,44 @@ def traced_bytes(
     axes: Axes | None = None,
     trace: PassTracer | None = None,
 ) -> int | None:
-    """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable."""
+    """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable.
 
-    def trace_bytes(batch: RankTokens) -> int:
-        arguments = config, model_config, dtype, batch, axes or Axes()
-        return traced_pass(*arguments).peak if trace is None else trace(*arguments)
+    Args:
+        dtype: precision of the computation.
+        tokens: token counts of the micro-batch. The bytes of many tokens are extrapolated from two shorter passes.
+        axes: how ranks share a sequence; by default each has its own.
+        trace: replaces ``traced_pass``, for example by a cache.
+    """
+
+    def trace_bytes(short_tokens: RankTokens) -> int:
+        if trace is None:
+            return traced_pass(config, model_config, dtype, short_tokens, axes or Axes()).peak
+        return trace(config, model_config, dtype, short_tokens, axes or Axes())
 
     try:
-        has_processor = bool(family_of(model_config.to_dict()).processor_inputs)
-        max_traced = _MAX_TRACED_WITH_PROCESSOR if has_processor else _MAX_TRACED_TOKENS
+        max_traced = _max_traced_tokens(model_config)
         if tokens.computed <= max_traced:
             return trace_bytes(tokens)
-        # Extrapolate a longer pass, whose real tensors, such as positions, might fill this machine's memory.
-        num_short, num_long = max_traced // 2, max_traced
-        short_bytes, long_bytes = trace_bytes(tokens.scaled(num_short)), trace_bytes(tokens.scaled(num_long))
-        token_bytes = (long_bytes - short_bytes) / (num_long - num_short)
-        return short_bytes + int(token_bytes * (tokens.computed - num_short))
+        return _extrapolated_bytes(trace_bytes, tokens, max_traced)
     except (ConfigError, RuntimeError, TypeError, ValueError) as error:
         # The model reads values during its forward, or does not take the batch's inputs.
         _LOG.debug("the memory of a pass cannot be traced: %r", error)
         return None
+
+
+def _max_traced_tokens(model_config: PreTrainedConfig) -> int:
+    """Return the tokens of the longest pass to trace: real tensors, such as positions, must fit into this machine."""
+    has_processor = bool(family_of(model_config.to_dict()).processor_inputs)
+    return _MAX_TRACED_WITH_PROCESSOR if has_processor else _MAX_TRACED_TOKENS
+
+
+def _extrapolated_bytes(trace_bytes: Callable[[RankTokens], int], tokens: RankTokens, max_traced: int) -> int:
+    """Extrapolate the peak bytes of a pass from passes of ``max_traced`` tokens and of half as many."""
+    num_short, num_long = max_traced // 2, max_traced
+    short_bytes = trace_bytes(tokens.scaled(num_short))
+    long_bytes = trace_bytes(tokens.scaled(num_long))
+    token_bytes = (long_bytes - short_bytes) / (num_long - num_short)
+    return short_bytes + int(token_bytes * (tokens.computed - num_short))
 
 
 @quiet_transformers()
@@ -357,24 +397,34 @@ class PlannedRun(NamedTuple):
 
 
 def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
-    """Return the runs of a plan, one for each packing length and sequence parallel size of its stages."""
-    files = preview.inputs.files
+    """Return the training runs of a plan, to estimate their memory.
+
+    A training has stages with settings of their own. There is one run for each pair of packing length and sequence
+    parallel size in them, with the plan of the first epoch of the last such stage.
+    """
+    files, lengths = preview.inputs.files, preview.inputs.lengths
     assert config.model is not None, "checked by the caller"
     assert files is not None, "there is a model"
     try:
         model = model_config(files.directory)
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
+
     runs = []
     for (packing_length, sequence_parallel_size), plan in _plans_by_lengths_and_sizes(preview).items():
         run_config = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
         run_config = with_recomputing(run_config, knows_memory=config.hardware is not None)
         run_config = with_sequence_parallel_size(run_config, sequence_parallel_size)
         world = World(size=config.world_size, sequence_parallel_size=sequence_parallel_size)
-        axes = axes_of(run_config, world, files, preview.inputs.lengths, trained=True)
-        dtype = resolve_dtype(model, run_config, on_gpu=True)
-        micro_batches = peak_memory_batches(run_config, plan, preview.inputs)
-        runs.append(PlannedRun(run_config, axes, model, dtype, plan, micro_batches))
+        run = PlannedRun(
+            config=run_config,
+            axes=axes_of(run_config, world, files, lengths, trained=True),
+            model=model,
+            dtype=resolve_dtype(model, run_config, on_gpu=True),
+            plan=plan,
+            micro_batches=peak_memory_batches(run_config, plan, preview.inputs),
+        )
+        runs.append(run)
     return runs
 
 
@@ -419,21 +469,26 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
 
 
 def _largest_bucket(config: TrainConfig, model: PreTrainedConfig, world: World, progress: Progress) -> int:
-    """Return the largest multiple of 128 text tokens that fits into a rank's memory; raise if not even 128 fit."""
+    """Return the largest multiple of 128 text tokens whose micro-batch fits into a rank's memory.
+
+    Activations grow linearly with tokens. So calculate the number from the bytes of two short traced passes, then trace
+    a pass with that many tokens, and reduce the number until it fits. Raise a ConfigError if not even 128 tokens fit.
+    """
     dtype = resolve_dtype(model, config, on_gpu=has_gpu(config))
     sample_lengths = np.array([config.max_length or _ASSUMED_LENGTH])  # as if all samples were the longest
     axes = axes_of(config, world, ModelFiles.load(config.model), sample_lengths, trained=True)
+
     usable_bytes = _usable_bytes(config)
     fixed_bytes, few_tokens_bytes = _few_tokens_memory(config, model, dtype, world, axes)
     activation_budget = usable_bytes - fixed_bytes
-    bytes_of_tokens = partial(_text_pass_bytes, config, model, dtype, axes=axes)
-    if bytes_of_tokens(_BUCKET_MULTIPLE) > activation_budget:
+    bytes_of_pass = partial(_text_pass_bytes, config, model, dtype, axes=axes)  # takes a number of tokens
+    if bytes_of_pass(_BUCKET_MULTIPLE) > activation_budget:
         raise _no_bucket_error(fixed_bytes, usable_bytes)
+
     token_bytes = bytes_per_token(config, model, dtype, axes)
-    # Each token beyond the few ones needs equally many bytes.
-    num_more_tokens = (activation_budget - few_tokens_bytes) / token_bytes
+    num_more_tokens = (activation_budget - few_tokens_bytes) / token_bytes  # besides the few tokens
     estimated_tokens = int(_FEW_TOKENS + num_more_tokens)
-    num_tokens = _reduce_to_budget(estimated_tokens, activation_budget, token_bytes, bytes_of_tokens)
+    num_tokens = _reduce_to_budget(estimated_tokens, activation_budget, token_bytes, bytes_of_pass)
     progress.note(_bucket_line(num_tokens, fixed_bytes, usable_bytes, token_bytes))
     return num_tokens
 

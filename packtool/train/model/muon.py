@@ -27,19 +27,28 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        # Made for placeholder weights: they supply default settings, and ``step`` lends them the real weights.
+        """Divide the trained parameters among both optimizers; ``betas`` and ``eps`` are those of AdamW."""
+        # Both are made for a placeholder weight: ``step`` gives them the real weights.
         self._muon: Optimizer = Muon(
             [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         self._adamw: Optimizer = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        trained = [(name, weight) for name, weight in named_parameters if weight.requires_grad]
-        hidden_matrices = [weight for name, weight in trained if _is_hidden_matrix(name, weight)]
-        other_weights = [weight for name, weight in trained if not _is_hidden_matrix(name, weight)]
-        groups = [
-            {**self._muon.defaults, "params": hidden_matrices, "is_muon": True},
-            {**self._adamw.defaults, "params": other_weights, "is_muon": False},
-        ]
-        super().__init__([group for group in groups if group["params"]], defaults={})
+
+        hidden_matrices: list[nn.Parameter] = []
+        other_weights: list[nn.Parameter] = []
+        for name, weight in named_parameters:
+            if not weight.requires_grad:
+                continue
+            if _is_hidden_matrix(name, weight):
+                hidden_matrices.append(weight)
+            else:
+                other_weights.append(weight)
+        groups: list[dict[str, Any]] = []
+        if hidden_matrices:
+            groups.append({**self._muon.defaults, "params": hidden_matrices, "is_muon": True})
+        if other_weights:
+            groups.append({**self._adamw.defaults, "params": other_weights, "is_muon": False})
+        super().__init__(groups, defaults={})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

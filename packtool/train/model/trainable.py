@@ -123,7 +123,11 @@ def _unused_vision_layers(model: nn.Module, vision_tower: str, feature_layers: S
 
 
 def make_trainable(model: PreTrainedModel, config: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Prepare a model for training, in place, and return it: as it is, or with adapters inside a PeftModel."""
+    """Prepare a model for training, in place: which modules recompute activations, which weights are trained, and how.
+
+    Returns:
+        With ``--train-type full`` the model itself, otherwise a PeftModel that contains it and the adapters.
+    """
     towers = tower_prefixes(model, model.config.model_type)
     _set_checkpointing(model, towers, config)
     if config.train_type == "full":
@@ -135,9 +139,11 @@ def make_trainable(model: PreTrainedModel, config: TrainConfig) -> PreTrainedMod
         if config.fp8:
             use_float8(model, towers)
         return model
+
     adapted = add_adapters(model, towers, config)
     for name, parameter in adapted.named_parameters():
-        if towers.is_unused(_bare_name(name)):  # an adapter may be there, too
+        # An adapter may be in a module that no forward pass uses; it would have no gradient.
+        if towers.is_unused(_bare_name(name)):
             parameter.requires_grad_(False)
     if config.deepspeed is None:  # DeepSpeed makes its own float32 copies
         convert_trained_to_float32(adapted)  # peft has converted adapters, but not biases and modules trained in full
@@ -188,10 +194,16 @@ def _recompute_first(model: nn.Module, num_layers: int) -> None:
 
 
 def _set_requires_grad(model: nn.Module, towers: Towers, config: TrainConfig) -> None:
-    """Set ``requires_grad`` by ``--freeze-...`` and ``--trainable-parameters``; the latter wins in used modules."""
+    """Set ``requires_grad`` of all parameters by ``--freeze-...`` and ``--trainable-parameters``.
+
+    If both name a parameter, it is trained, except in modules that no forward pass uses. ``--freeze-parameters-ratio``
+    freezes the first parameters, up to this share of all elements. Raise a ConfigError if all are frozen.
+    """
     parameters = dict(model.named_parameters())
     _check_parameter_names(list(parameters), config)
-    max_frozen_elements = int(sum(map(unsharded_numel, parameters.values())) * config.freeze_parameters_ratio)
+    total_elements = sum(unsharded_numel(parameter) for parameter in parameters.values())
+    max_frozen_elements = int(total_elements * config.freeze_parameters_ratio)
+
     num_elements = 0  # elements of this parameter and all before it
     for name, parameter in parameters.items():
         num_elements += unsharded_numel(parameter)
@@ -199,7 +211,9 @@ def _set_requires_grad(model: nn.Module, towers: Towers, config: TrainConfig) ->
         in_frozen_share = config.freeze_parameters_ratio > 0 and num_elements <= max_frozen_elements
         is_frozen = in_frozen_part or in_frozen_share or config.freezes_name(name)
         is_trained = config.trains_name(name) or not is_frozen
-        parameter.requires_grad_(is_trained and not towers.is_unused(name))
+        is_used = not towers.is_unused(name)
+        parameter.requires_grad_(is_trained and is_used)
+
     if not any(parameter.requires_grad for parameter in parameters.values()):
         frozen = ", ".join(sorted(config.frozen_parts)) or "by name"
         raise ConfigError(
@@ -225,19 +239,24 @@ def _check_parameter_names(names: Sequence[str], config: TrainConfig) -> None:
 
 
 def add_adapters(model: PreTrainedModel, towers: Towers, config: TrainConfig) -> PeftModel:
-    """Return a model in which only adapters are trained: new ones, or those of ``--adapters``."""
+    """Return a model in which only adapters are trained: new ones, or those of ``--adapters``.
+
+    Raise a ConfigError if the model lacks modules that the options name, or if peft cannot adapt it in this way.
+    """
     if config.adapters:
         return _load_adapter_to_continue(model, config)
+
     _check_adapter_names(model, towers, config)
     if config.train_type == "lora":
         settings = _lora_settings(model, towers, config)
     else:
-        default_settings = ADAPTER_SETTINGS.get(config.train_type, {})
-        settings = {**default_settings, **(config.adapter_settings or {})}
+        settings = dict(ADAPTER_SETTINGS.get(config.train_type, {}))  # the defaults
+        settings.update(config.adapter_settings or {})
     try:
         targets = adapted_modules(model, towers, config)
         config_class: Any = _CONFIG_CLASSES[config.train_type]
-        return _add_new_adapter(model, config_class(**settings, target_modules=targets, task_type="CAUSAL_LM"))
+        peft_config = config_class(**settings, target_modules=targets, task_type="CAUSAL_LM")
+        return _add_new_adapter(model, peft_config)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"--train-type {config.train_type}: peft cannot adapt this model: {error}",
@@ -262,10 +281,13 @@ def _check_adapter_names(model: PreTrainedModel, towers: Towers, config: TrainCo
 
 def _lora_settings(model: Any, towers: Towers, config: TrainConfig) -> dict[str, Any]:
     """Return the arguments of peft's ``LoraConfig`` for the options, except the adapted modules."""
-    booleans = {"true": True, "false": False}
-    initialization: Any = booleans.get(config.init_weights, config.init_weights)  # or the name of an initialization
-    if next(model.parameters()).is_meta and config.init_weights in _INITIALIZED_FROM_WEIGHTS:
+    initialization: Any = config.init_weights  # the name of an initialization, or "true" or "false"
+    if initialization in ("true", "false"):
+        initialization = initialization == "true"
+    has_weights = not next(model.parameters()).is_meta
+    if config.init_weights in _INITIALIZED_FROM_WEIGHTS and not has_weights:
         initialization = True  # the default, which needs no weights
+
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     return {
@@ -397,22 +419,28 @@ def _refuse_experts(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _load_adapter_to_continue(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
-    """Return the model with the adapter of ``--adapters``, to train it further."""
+    """Return the model with the adapter of ``--adapters``, to train it further.
+
+    A model on the meta device, which serves for estimates, gets an adapter of the same shapes without weights. Raise a
+    ConfigError if the adapter has another type or other settings than the options, or does not fit the model.
+    """
     (directory,) = config.adapters  # training accepts only one
-    settings = _read_adapter_settings(directory)
-    _check_adapter_type(settings, config)
-    _check_adapter_settings(settings, config)
-    settings.inference_mode = False
-    if next(model.parameters()).is_meta:  # for estimates, which need only the shapes of the adapter
-        if getattr(settings, "init_lora_weights", True) in _INITIALIZED_FROM_WEIGHTS:
-            settings.init_lora_weights = True  # peft's default initialization
-        return _add_new_adapter(model, settings)
+    adapter_config = _read_adapter_settings(directory)
+    _check_adapter_type(adapter_config, config)
+    _check_adapter_settings(adapter_config, config)
+    adapter_config.inference_mode = False
+
+    has_weights = not next(model.parameters()).is_meta
+    if not has_weights:
+        if getattr(adapter_config, "init_lora_weights", True) in _INITIALIZED_FROM_WEIGHTS:
+            adapter_config.init_lora_weights = True  # peft's default initialization
+        return _add_new_adapter(model, adapter_config)
     try:
-        return attach_adapter(model, directory, is_trainable=True, config=settings)
+        return attach_adapter(model, directory, is_trainable=True, config=adapter_config)
     except MismatchError as error:
         raise ConfigError(
             f"--adapters {directory} does not fit the model: {error.message}",
-            f"It was trained on {settings.base_model_name_or_path}.",
+            f"It was trained on {adapter_config.base_model_name_or_path}.",
         ) from error
 
 
@@ -475,18 +503,19 @@ def adapter_lines(model: nn.Module, config: TrainConfig) -> Iterator[str]:
         yield f"warning: --target-modules {' '.join(unused)}: no effect, because no trained part has such a module"
 
 
-def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:
+def attach_adapter(model: nn.Module, directory: str, **load_arguments: Any) -> PeftModel:
     """Return a model with a saved adapter; raise a MismatchError unless all weights of the adapter fit the model.
 
     Without this check, peft would silently drop weights that the model does not have, and initialize missing weights.
+    ``load_arguments`` are further arguments of peft's ``from_pretrained``.
     """
     remedy = "Give the model that it was trained on; if its files are damaged, use another checkpoint."
     try:
-        adapted = PeftModel.from_pretrained(model, directory, **settings)
+        adapted = PeftModel.from_pretrained(model, directory, **load_arguments)
         weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         # Compare only weights of adapters, whose names contain this, such as ".lora_": peft may also save embeddings.
-        name_part = f".{PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]}"
-        misfit = _describe_misfit(weights, directory, name_part)
+        adapter_prefix = PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]
+        misfit = _describe_misfit(weights, directory, name_part=f".{adapter_prefix}")
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         message = f"the adapter in {directory} cannot be attached to this model: {str(error)[:_MAX_ERROR_LENGTH]}"
         raise MismatchError(message, remedy) from error
@@ -525,20 +554,24 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
     """Split an optimizer's parameter groups, in place, so that parts of the model have their own learning rates.
 
     These parts are the vision tower (``--vit-lr``), the aligner (``--aligner-lr``) and the B matrices of LoRA, whose
-    rate is multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
+    rate is multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354). The parameters of the
+    optimizer are those of ``trained``, which is ``model`` or contains it.
     """
     if config.vit_lr is None and config.aligner_lr is None and config.lorap_lr_ratio is None:
         return
     base = base_model(model)
     towers = tower_prefixes(base, base.config.model_type)
     names_by_id = {id(parameter): _bare_name(name) for name, parameter in trained.named_parameters()}
-    groups: list[dict[str, Any]] = []
+
+    new_groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        rates = [_learning_rate(names_by_id[id(weight)], group["lr"], towers, config) for weight in group["params"]]
-        for rate in dict.fromkeys(rates):
-            weights = [weight for weight, its_rate in zip(group["params"], rates, strict=True) if its_rate == rate]
-            groups.append({**group, "params": weights, "lr": rate})
-    optimizer.param_groups[:] = groups
+        weights_by_rate: dict[float, list[Tensor]] = {}
+        for weight in group["params"]:
+            rate = _learning_rate(names_by_id[id(weight)], group["lr"], towers, config)
+            weights_by_rate.setdefault(rate, []).append(weight)
+        for rate, weights in weights_by_rate.items():
+            new_groups.append({**group, "params": weights, "lr": rate})
+    optimizer.param_groups[:] = new_groups
 
 
 def _learning_rate(name: str, default_rate: float, towers: Towers, config: TrainConfig) -> float:
