@@ -184,16 +184,18 @@ class HeadLoss:
     def losses(
         self, model: nn.Module, batch: Batch, entropy_top_k: int = 0, reference: ReferenceModel | None = None
     ) -> TargetLosses:
-        """Run the model, which may be wrapped, on a micro-batch, and return the losses of its targets.
+        """Run the model, which may be wrapped, on a micro-batch, and return the losses of its N targets.
 
         Arguments are those of ``LossFunction``. Raise if the model does not return the output of its head as logits.
         """
         head_pass = _HeadPass(self._head_forward, batch, self._chunk_size, entropy_top_k, reference)
-        # Losses in place of logits, and taken from what the model returns, because FSDP waits for its gradient.
+        # The head returns losses in place of logits, (1, N, columns): FSDP waits for the gradient of what it returns.
         head_output = self._run_with(head_pass, model, batch)
         if not len(batch.target_positions):
             return TargetLosses.without_targets(batch, zero=head_output.sum())
+
         losses = head_output[0, :, 0]
+        divergences = None if reference is None else head_output[0, :, 1]
         assert head_pass.correct is not None, "the pass has run"
         return TargetLosses(
             losses=losses,
@@ -202,7 +204,7 @@ class HeadLoss:
             weights=_target_weights(batch),
             zero=losses.new_zeros(()),
             entropies=head_pass.entropies,
-            divergences=None if reference is None else head_output[0, :, 1],
+            divergences=divergences,
         )
 
     def _run_with(self, head_pass: _HeadPass, model: nn.Module, batch: Batch) -> Tensor:
@@ -244,38 +246,47 @@ class _HeadPass:
         entropy_top_k: int,
         reference: ReferenceModel | None,
     ) -> None:
+        """Prepare the pass; runs the reference model if there is one. ``chunk_size`` is a number of targets."""
         self.num_columns = 1 if reference is None else 2
         self.correct: Tensor | None = None
         self.entropies: Tensor | None = None
+
         self._head_forward = head_forward
         self._chunk_size = chunk_size
         self._entropy_top_k = entropy_top_k
-        self._positions = batch.target_positions
-        self._labels = batch.labels.flatten()[self._positions]
+        self._positions = batch.target_positions  # (N,) in the flattened micro-batch
+        self._labels = batch.labels.flatten()[self._positions]  # (N,)
         self._reference = reference
-        self._reference_hidden = None if reference is None else reference.target_hidden(batch)
+        self._reference_hidden: Tensor | None = None  # (N, D)
+        if reference is not None:
+            self._reference_hidden = reference.target_hidden(batch)
         self._correct_by_chunk: dict[int, Tensor] = {}
         self._entropies_by_chunk: dict[int, Tensor] = {}
 
     def losses(self, hidden: Tensor) -> Tensor:
-        """Compute all targets from hidden states (B, T, D); set ``correct``, and ``entropies`` if requested.
+        """Compute the losses of all targets, a chunk of targets at a time, from the input of the head.
 
-        Return (1, N, columns), with as many dimensions as logits have. Without targets, return one target of zeros.
+        ``hidden`` are the hidden states (B, T, D). Sets ``correct``, and ``entropies`` if requested. Returns (1, N,
+        columns), with as many dimensions as logits have. Without targets, the result has one target of zeros.
         """
         hidden = hidden.flatten(0, 1)  # (B * T, D)
         if not len(self._positions):
             self.correct = self._labels.new_zeros(0, dtype=torch.bool)
             return self._zero_loss(hidden)
+
         chunks = self._chunks(hidden.index_select(0, self._positions))
         compute: Any = self._chunk_losses
         if len(chunks) > 1 and torch.is_grad_enabled():
             # The backward pass recomputes the logits of each chunk. For a single chunk this would save no memory.
             compute = partial(checkpoint, self._chunk_losses, use_reentrant=False)
-        losses = [compute(number, *chunk) for number, chunk in enumerate(chunks)]
+        losses_by_chunk = [compute(number, *chunk) for number, chunk in enumerate(chunks)]
+
+        # ``_chunk_losses`` has recorded these.
         self.correct = torch.cat(list(self._correct_by_chunk.values()))
         if self._entropy_top_k:
             self.entropies = torch.cat(list(self._entropies_by_chunk.values()))
-        return torch.cat(losses).unsqueeze(0).clone()  # for FSDP, a new tensor instead of a view
+        losses = torch.cat(losses_by_chunk)  # (N, columns)
+        return losses.unsqueeze(0).clone()  # for FSDP, a new tensor instead of a view
 
     def _zero_loss(self, hidden: Tensor) -> Tensor:
         """Return zeros, (1, 1, columns), for a micro-batch without targets."""
@@ -393,25 +404,36 @@ def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
 def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, entropy_top_k: int = 0) -> TargetLosses:
     """Compute the losses of a micro-batch's targets from the logits of the model, which may be wrapped.
 
-    With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
+    Targets are the positions with a label. With ``label_logits_only``, compute logits only at positions with a label in
+    at least one row; the model must accept ``logits_to_keep``. With ``entropy_top_k``, also return the entropies of
+    that many most likely tokens.
     """
     inputs = batch.model_inputs()
-    labels = batch.labels
+    labels = batch.labels  # (B, T)
     if label_logits_only:
-        inputs["logits_to_keep"] = label_positions(batch)
-        labels = labels[:, inputs["logits_to_keep"]]
-    labels = labels.flatten()
-    logits = model(**inputs).logits.flatten(0, 1)  # (P, vocabulary), one row for each of the P labels
-    positions = batch.target_positions
-    if not len(positions):
+        kept_positions = label_positions(batch)
+        inputs["logits_to_keep"] = kept_positions
+        labels = labels[:, kept_positions]
+    labels = labels.flatten()  # (P,)
+    logits = model(**inputs).logits.flatten(0, 1)  # (P, vocabulary)
+
+    num_targets = len(batch.target_positions)
+    if num_targets == 0:
         return TargetLosses.without_targets(batch, zero=logits.float().sum() * 0.0)
-    losses, correct = _label_losses(logits, labels)
+
+    losses, correct = _label_losses(logits, labels)  # (P,) each
     is_target = labels != IGNORE_INDEX
-    if len(losses) > len(positions):  # indexing by a mask waits for the device
+    if num_targets < len(losses):  # only then, because indexing by a mask waits for the device
         losses, correct = losses[is_target], correct[is_target]
     entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k) if entropy_top_k else None
-    weights, zero = _target_weights(batch), losses.new_zeros(())
-    return TargetLosses(losses, correct, positions, weights, zero, entropies)
+    return TargetLosses(
+        losses=losses,
+        correct=correct,
+        positions=batch.target_positions,
+        weights=_target_weights(batch),
+        zero=losses.new_zeros(()),
+        entropies=entropies,
+    )
 
 
 def _label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -463,14 +485,12 @@ class RouterBalance:
         self._world_size = 1
         self._layer_weight = torch.zeros(())  # factor of each layer's loss in this micro-batch
         self._layer_losses: list[Tensor] = []  # of the step so far, weighted
-        logits_indices = _logits_index_by_router_class(model)
+
         self._num_layers = 0
-        for module in model.modules():
-            for router_class, logits_index in logits_indices.items():
-                if isinstance(module, router_class):
-                    self._num_layers += 1
-                    # A deep copy of the model also copies a partial and its ``self``, but it would share a closure.
-                    module.register_forward_hook(partial(self._after_router, logits_index))
+        for router, logits_index in _routers_of(model):
+            self._num_layers += 1
+            # A deep copy of the model also copies a partial and its ``self``, but it would share a closure.
+            router.register_forward_hook(partial(self._after_router, logits_index))
         if not self._num_layers:
             raise ConfigError(
                 f"--router-aux-loss-coef {coefficient:g}: {type(base_model(model)).__name__} has no routers of experts",
@@ -510,6 +530,15 @@ class RouterBalance:
         """Record a layer's loss, and return its gradient, 0-d; runs once per layer, even if layers are recomputed."""
         self._layer_losses.append(balance.detach() * self._layer_weight)
         return self._coefficient * self._world_size * self._layer_weight
+
+
+def _routers_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield each router of a model, and the index of the logits in the tuple that it returns."""
+    logits_index_by_class = _logits_index_by_router_class(model)
+    for module in model.modules():
+        for router_class, logits_index in logits_index_by_class.items():
+            if isinstance(module, router_class):
+                yield module, logits_index
 
 
 def _logits_index_by_router_class(model: nn.Module) -> dict[type[nn.Module], int]:
