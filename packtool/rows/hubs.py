@@ -32,16 +32,23 @@ def hub_id(name: str) -> str | None:
 
 
 def hub_files(name: str, subset: str | None = None, split: str | None = None, folder: str | None = None) -> list[str]:
-    """Return the Arrow files of a Hugging Face dataset, downloaded if necessary; DataError if that is impossible.
+    """Load a Hugging Face dataset, downloading it if necessary, and return the Arrow files of its local copy.
 
-    ``name``: id, perhaps with ``:subset`` and ``:split``, or a folder with a copy of the dataset; ``folder``:
-    sub-directory of the dataset to read.
+    Args:
+        name: hub id, perhaps with ``:subset`` and ``:split``, which take precedence over the arguments; or a folder
+            with a copy of the dataset.
+        split: ``train`` by default.
+        folder: sub-directory of the dataset to read.
+
+    Raises:
+        DataError: if the dataset cannot be loaded, for whatever reason.
     """
     import datasets  # here, because it takes a second and most exports do not need it
 
     parts = [name] if os.path.isdir(name) else name.split(":")
     dataset_id, subset_in_name, split_in_name, *_ = (*parts, "", "")
-    subset, split = subset_in_name or subset, split_in_name or split or "train"
+    subset = subset_in_name or subset
+    split = split_in_name or split or "train"
     try:
         dataset = datasets.load_dataset(dataset_id, subset, split=split, data_dir=folder)
     except Exception as error:  # of the hub, the network, or the code that reads the dataset
@@ -73,16 +80,24 @@ _MODEL_FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def with_local_copies(config: C) -> C:
-    """Return the settings with ids replaced by folders downloaded from ModelScope, if ``--use-hf false`` is set."""
+    """Download the model and the datasets of a configuration from ModelScope, if ``--use-hf false`` is set.
+
+    Returns:
+        The configuration with ModelScope ids replaced by the local folders of the downloads; paths are unchanged.
+    """
     if config.use_hf is not False:
         return config
+    is_export = isinstance(config, ExportConfig)
     changes: dict[str, Any] = {}
     if not os.path.isdir(config.model):
-        patterns = {"allow_patterns": _MODEL_FILES_WITHOUT_WEIGHTS} if isinstance(config, ExportConfig) else {}
+        patterns = {"allow_patterns": _MODEL_FILES_WITHOUT_WEIGHTS} if is_export else {}
         changes["model"] = download("--model", "snapshot_download", config.model, **patterns)
-    for option in ("dataset", "val_dataset", *(["check_against"] if isinstance(config, ExportConfig) else [])):
-        names = getattr(config, option)
-        changes[option] = tuple(_downloaded_dataset(f"--{option.replace('_', '-')}", name, config) for name in names)
+    dataset_fields = ["dataset", "val_dataset"]
+    if is_export:
+        dataset_fields.append("check_against")
+    for name in dataset_fields:
+        option = f"--{name.replace('_', '-')}"
+        changes[name] = tuple(_downloaded_dataset(option, argument, config) for argument in getattr(config, name))
     return replace(config, **changes)
 
 
@@ -99,7 +114,13 @@ def _downloaded_dataset(option: str, argument: str, config: ExportConfig | Train
 
 
 def download(option: str, function: str, name: str, **settings: Any) -> str:
-    """Download a model or dataset with a function of ``modelscope.hub.snapshot_download``, and return its folder."""
+    """Download a model or dataset from ModelScope, and return its local folder; ConfigError if that is impossible.
+
+    Args:
+        option: the option that names it, for messages.
+        function: a function of ``modelscope.hub.snapshot_download``, which is called with ``name`` and ``settings``.
+        name: ModelScope id.
+    """
     try:
         from modelscope.hub import snapshot_download
     except ImportError as error:

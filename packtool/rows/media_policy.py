@@ -37,8 +37,11 @@ class MediaPolicy:
     max_failures: int = 1
 
     def refusal(self, path: str) -> str | None:
-        """Return why a path or URL is not allowed and which option allows it; None if it is allowed."""
-        store = storage.store_name(path)  # "" for a local file
+        """Explain why a path or URL may not be read, and which option allows it; return None if it may be read.
+
+        A URL is compared with ``stores``, a local path, after resolving links, with ``roots``.
+        """
+        store = storage.store_name(path)  # such as s3://bucket; "" for a local file
         if store:
             scheme = store.partition("//")[0]
             if self.stores is None or not self.stores.isdisjoint((store, scheme)):
@@ -49,9 +52,9 @@ class MediaPolicy:
         resolved_path = os.path.realpath(storage.normalize(path))
         if any(os.path.commonpath((root, resolved_path)) == root for root in self.roots):
             return None
-        link = "" if resolved_path == path else f"is a link to {resolved_path}, which "
+        link_note = "" if resolved_path == path else f"is a link to {resolved_path}, which "
         return (
-            f"{link}is neither in the folder of the rows nor in --media-root; pass --media-root DIR to allow its "
+            f"{link_note}is neither in the folder of the rows nor in --media-root; pass --media-root DIR to allow its "
             "folder, or --media-access local to allow all local files"
         )
 

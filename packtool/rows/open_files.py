@@ -130,16 +130,24 @@ class TextReader:
         if self._source.compression is None:
             self._file.seek(start)
         else:
-            if start < self._offset:
-                self._file.close()
-                self._file, self._offset = open_text(self._source.path, self._source.compression), 0
-            while self._offset < start and (skipped := len(self._file.read(min(_SKIP_BYTES, start - self._offset)))):
-                self._offset += skipped
+            self._skip_to(start)
         data = _read_or_raise(self._file.read, stop - start, self._source.label)
         self._offset = start + len(data)
         if len(data) < stop - start:
             raise changed_error(self._source, "it ends early")
         return data
+
+    def _skip_to(self, start: int) -> None:
+        """Decompress a file up to byte ``start`` or its end; from its beginning if ``start`` is already passed."""
+        if start < self._offset:
+            self._file.close()
+            self._file = open_text(self._source.path, self._source.compression)
+            self._offset = 0
+        while self._offset < start:
+            skipped = self._file.read(min(_SKIP_BYTES, start - self._offset))
+            if not skipped:  # the end of the file
+                return
+            self._offset += len(skipped)
 
     def close(self) -> None:
         self._file.close()
@@ -227,17 +235,21 @@ _HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 
 
 def check_encoding(path: str, head: bytes) -> None:
-    """Check that a text file is UTF-8; DataError names the probable encoding and a command for conversion.
+    """Check that a text file is UTF-8; otherwise raise a DataError with its encoding and a command for conversion.
 
-    Only the first 128 KiB of ``head``, the beginning of the file, are checked. The file passes if at most half of the
-    rows are invalid; these rows are dropped later.
+    A file passes if at most half of its rows are invalid; these rows are dropped later.
+
+    Args:
+        path: name of the file in messages.
+        head: beginning of the file, of which the first 128 KiB are checked.
     """
     head = head[:_HEAD_BYTES]
     if b"\0" not in head and _is_utf8(head):  # the usual case
         return
-    encoding = _utf_by_mark(head) or _utf_by_zeros(head)
+    encoding = _utf_by_mark(head) or _utf_by_zeros(head)  # UTF-16 or UTF-32, or None
     if encoding is not None:
-        problem, hint = f"the file is {encoding}", ""
+        problem = f"the file is {encoding}"
+        hint = ""
     elif _is_mostly_utf8(head):
         return
     else:

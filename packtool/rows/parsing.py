@@ -33,7 +33,11 @@ class JsonProblem(Problem):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON in UTF-8; raise a JsonProblem for duplicate keys, unpaired surrogates, and over 100 levels, too."""
+    """Parse JSON strictly; raise a JsonProblem with the drop reason if the text is invalid.
+
+    Also invalid are bytes that are not UTF-8, duplicate keys in an object, unpaired surrogates (half of a character,
+    such as ``\\ud83d``), and more than 100 nested lists and objects.
+    """
     if isinstance(text, bytes):
         try:
             text = text.decode()
@@ -41,7 +45,7 @@ def parse_json(text: str | bytes) -> Any:
             raise JsonProblem("invalid_text", f"not UTF-8: {error}") from error
     try:
         value = _decode(text)
-    except JsonProblem:  # from ``_unique_keys``
+    except JsonProblem:  # duplicate keys; must not be caught as a ValueError below
         raise
     except RecursionError as error:
         raise JsonProblem("invalid_json", _TOO_DEEP) from error
@@ -49,10 +53,12 @@ def parse_json(text: str | bytes) -> Any:
         raise JsonProblem("invalid_json", f"a value is missing or invalid at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
-    # Quick searches of the text come first, because both checks go through the entire value.
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+    # Both checks go through the entire value, which the text rarely makes necessary.
+    may_be_too_deep = text.count("[") + text.count("{") > MAX_DEPTH
+    if may_be_too_deep and _is_too_deep(value):
         raise JsonProblem("invalid_json", _TOO_DEEP)
-    if _SURROGATE.search(text) and not is_utf8_text(value):
+    may_have_surrogates = _SURROGATE.search(text) is not None
+    if may_have_surrogates and not is_utf8_text(value):
         raise JsonProblem("invalid_text", "the text has an unpaired surrogate (\\ud800 to \\udfff)")
     return value
 

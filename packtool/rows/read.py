@@ -41,13 +41,18 @@ if TYPE_CHECKING:
 
 
 def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
-    """Yield (row number, parsed row) in order, once per draw; a ``Dropped`` in place of a row that cannot be parsed."""
-    rows = text_rows(source, block) if source.kind in PARSERS else opened(source, _open_reader).rows(block)
+    """Yield (row number, parsed row) in order; a ``Dropped`` in place of a row that cannot be parsed.
+
+    With ``block.picks`` (positions of the drawn rows in the block), a row is repeated for each of its draws.
+    """
+    is_text = source.kind in PARSERS
+    rows = text_rows(source, block) if is_text else opened(source, _open_reader).rows(block)
     if block.picks is None:
         yield from rows
         return
-    for count, row in zip(np.bincount(block.picks).tolist(), rows, strict=False):
-        yield from repeat(row, count)
+    times_drawn = np.bincount(block.picks).tolist()  # of each row, up to the last one that is drawn
+    for num_repeats, row in zip(times_drawn, rows, strict=False):
+        yield from repeat(row, num_repeats)
 
 
 def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
@@ -79,9 +84,14 @@ def _sample(row: dict[str, object], source: Source, number: int, may_hold_secret
         sample = to_sample(row, source, number)
     except RowProblem as problem:
         return Dropped(source.label, number, problem.reason, problem.detail)
-    for ref in () if may_hold_secrets else media_refs(sample):
-        if ref.path is not None and "://" in ref.path and (masked := storage.masked(ref.path)) != ref.path:
-            detail = f"{masked}: the cache would keep the URL's user, password or query: export with --media embed"
+    if may_hold_secrets:
+        return sample
+    for ref in media_refs(sample):
+        if ref.path is None or "://" not in ref.path:
+            continue
+        masked_url = storage.masked(ref.path)  # without user, password and query
+        if masked_url != ref.path:
+            detail = f"{masked_url}: the cache would keep the URL's user, password or query: export with --media embed"
             return Dropped(source.label, number, "media_secret", detail)
     return sample
 
@@ -106,21 +116,27 @@ _PLACEHOLDER_BYTES = (b"<", b"u003")
 def scan_sources(
     specs: Sequence[SourceSpec], seed: int, report: Callable[[ScannedSource], None] = lambda scanned: None
 ) -> list[ScannedSource]:
-    """Scan files of rows, call ``report`` with each source, and then draw the requested samples by ``seed``.
+    """Read files of rows once, to find the positions and the form of their rows and a digest of their content.
 
-    An invalid line of a .jsonl file is not an error; only that row is dropped later.
+    ``report`` is called with each file as soon as it is scanned. If the argument that names files asks for a number of
+    rows (``rows.jsonl#1000``), these are then drawn by ``seed``, from all files of the argument together.
+
+    Returns:
+        The scanned files, in the order of ``specs``. Invalid lines of a .jsonl file are dropped later, when rows are
+        read; other invalid files are a DataError.
     """
-    scanned: list[ScannedSource] = []
+    scanned_sources: list[ScannedSource] = []
     for spec in specs:
         with closing(_Scanner(spec)) as scanner:
             blocks = RowBlocks.of(scanner.blocks)  # reads the file to its end, as the digest requires
-            source = ScannedSource(spec, scanner.detect_form(blocks), scanner.digest(), blocks)
-        scanned.append(source)
-        report(source)
-    sampled: list[ScannedSource] = []
-    for _, members in groupby(scanned, key=lambda source: source.spec.group):
-        sampled += _sampled(list(members), seed)  # draws from all files of an argument together
-    return sampled
+            scanned = ScannedSource(spec, scanner.detect_form(blocks), scanner.digest(), blocks)
+        scanned_sources.append(scanned)
+        report(scanned)
+
+    sampled_sources: list[ScannedSource] = []
+    for _, sources_of_argument in groupby(scanned_sources, key=lambda scanned: scanned.spec.group):
+        sampled_sources += _sampled(list(sources_of_argument), seed)
+    return sampled_sources
 
 
 def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
@@ -129,15 +145,17 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
 
 
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
-    """Open a file for streaming; return its source with the detected form of its rows, and an iterator of its blocks.
+    """Open a file of rows for streaming, and read its beginning to detect the form of its rows.
 
-    The iterator may raise the errors of ``scan_sources``, and closes the file after the last block.
+    Returns:
+        The source with this form, and an iterator of the positions of all its rows in blocks. The iterator reads the
+        file while it advances, so it may raise the errors of ``scan_sources``; it closes the file at its end.
     """
     if spec.is_sampled:
         message = f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown"
         raise ConfigError(message, "Remove --streaming true, or the # and the number after it.")
     scanner = _Scanner(spec)
-    blocks_for_form, all_blocks = tee(scanner.blocks)
+    blocks_for_form, all_blocks = tee(scanner.blocks)  # the first blocks are needed twice
 
     def blocks_until_closed() -> Iterator[RowBlock]:
         with closing(scanner):
@@ -150,23 +168,29 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
         raise
 
 
-def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
-    """Return the sources of one argument, with the sample that is drawn from all of them together if requested."""
-    spec = members[0].spec
+def _sampled(sources: list[ScannedSource], seed: int) -> list[ScannedSource]:
+    """Reduce the files of one ``--dataset`` argument to the rows that it asks for; return all rows if it asks for none.
+
+    ``path#1000`` draws 1,000 rows from all of its files together, ``path#20%`` a fifth of them, and ``path#first1000``
+    takes the first ones without drawing.
+    """
+    spec = sources[0].spec  # all files of an argument have the same amount
     if not spec.is_sampled:
-        return members
-    total = sum(source.num_rows for source in members)
-    num_rows = spec.num_sampled
-    if num_rows is None:
-        assert spec.times_sampled is not None, "is_sampled means that one of them is set"
-        num_rows = Amount(spec.times_sampled, "epochs").of(total)
-    blocks_of_all = [source.blocks for source in members]
-    if spec.takes_first:
-        drawn = first_rows(blocks_of_all, num_rows)
+        return sources
+    num_existing = sum(source.num_rows for source in sources)
+    if spec.num_sampled is not None:
+        num_rows = spec.num_sampled
     else:
-        check_drawn(num_rows, total, f"--dataset {storage.masked(spec.name)}")
-        drawn = draw_rows(blocks_of_all, num_rows, (seed, spec.group))
-    return [replace(source, blocks=blocks) for source, blocks in zip(members, drawn, strict=True)]
+        assert spec.times_sampled is not None, "is_sampled means that one of them is set"
+        num_rows = Amount(spec.times_sampled, "epochs").of(num_existing)
+
+    all_blocks = [source.blocks for source in sources]
+    if spec.takes_first:
+        sampled_blocks = first_rows(all_blocks, num_rows)
+    else:
+        check_drawn(num_rows, num_existing, f"--dataset {storage.masked(spec.name)}")
+        sampled_blocks = draw_rows(all_blocks, num_rows, (seed, spec.group))
+    return [replace(source, blocks=blocks) for source, blocks in zip(sources, sampled_blocks, strict=True)]
 
 
 def _existing_source(spec: SourceSpec) -> Source:
@@ -230,7 +254,14 @@ class _Scanner:
         return self._digest if self._file is None else self._file.digest
 
     def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
-        """Return the source with the form of its rows, if any is usable; takes ``blocks`` only up to these rows."""
+        """Detect the form of the rows: which columns hold their conversation, text or tokens.
+
+        The form is detected from the first of ``blocks`` with a row that can be parsed; later blocks are not taken from
+        the iterator.
+
+        Returns:
+            The source with form and columns, or unchanged if no row can be parsed.
+        """
         source = self._source
         if source.kind == "txt":
             example_row = {"text": ""}  # every line becomes such a row
@@ -238,7 +269,8 @@ class _Scanner:
             return source.replaced(form=form, columns=columns)
         try:
             for block in blocks:
-                if block.stop <= len(self._head):
+                is_in_memory = block.stop <= len(self._head)
+                if is_in_memory:
                     text = self._head[block.start : block.stop]
                     may_have_placeholders = any(part in text for part in _PLACEHOLDER_BYTES)
                     numbered_rows = PARSERS[source.kind](source, block, text)

@@ -24,6 +24,7 @@ Packs in tar files, as ``packtool pack`` and WebDataset write them
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import tarfile
@@ -108,17 +109,17 @@ class TableReader:
 
         Null values in nested objects are omitted: these formats cannot distinguish them from missing keys.
         """
-        first_row = block.start  # of the batch
+        batch_start = block.start  # number of the first row of the batch
         for batch in self.read(block.start, block.stop):
             rows: Iterable[dict[str, Any] | Dropped] | None = None
-            # All rows at once, unless that may exceed the memory or the size limit of a row.
-            if batch.nbytes < min(_BATCH_BYTES, self._source.max_row_bytes):
+            is_small = batch.nbytes < min(_BATCH_BYTES, self._source.max_row_bytes)  # so no row can be too large
+            if is_small:
                 with suppress(*_VALUE_ERRORS):
-                    rows = _as_python(batch)
+                    rows = _as_python(batch)  # all rows at once, which is faster
             if rows is None:
-                rows = self._convert_each(batch, first_row)
-            yield from enumerate(rows, first_row)
-            first_row += batch.num_rows
+                rows = self._convert_each(batch, batch_start)
+            yield from enumerate(rows, batch_start)
+            batch_start += batch.num_rows
 
     def _convert_each(self, batch: pa.RecordBatch, first_row: int) -> Iterator[dict[str, Any] | Dropped]:
         """Yield the rows of a batch, converted one by one: only those with an error are dropped."""
@@ -128,19 +129,23 @@ class TableReader:
             yield guard_row(self._source.label, number, _convert_row, self._source, number, row)
 
     def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter."""
+        """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter.
+
+        A file is read forward in batches, the last of which is kept: ``_batch``, rows [_batch_start, _batch_stop). If
+        the rows are before it or in a later row group (a section that can be read alone), reading starts at that group.
+        """
         group_start, batches_from_group = self._batches_from(start)
-        # Continue from the last batch, unless the rows are before it or in a later row group.
         can_continue = self._batch_start <= start and group_start < self._batch_stop
         if self._batch is None or not can_continue:
             self._batches_after, self._batch = batches_from_group, None
             self._batch_start = self._batch_stop = group_start
-        while start < stop:
-            while self._batch is None or start >= self._batch_stop:
-                self._batch = self._next_batch()
-            batch = self._batch.slice(start - self._batch_start, stop - start)
-            yield batch
-            start += batch.num_rows
+        row = start  # the next one to yield
+        while row < stop:
+            while self._batch is None or row >= self._batch_stop:
+                self._batch = self._next_batch()  # also moves _batch_start and _batch_stop
+            part = self._batch.slice(row - self._batch_start, stop - row)  # ends with the batch if that is earlier
+            yield part
+            row += part.num_rows
 
     def _next_batch(self) -> pa.RecordBatch:
         """Read the batch after ``_batch``, and set the range of its rows."""
@@ -182,11 +187,11 @@ class ParquetReader(TableReader):
         return int(self._table.metadata.num_rows)
 
     def _batches_from(self, row: int) -> tuple[int, Iterator[pa.RecordBatch]]:
-        first = number = 0
-        while number < len(self._groups) and row >= first + self._groups[number].num_rows:
-            first += self._groups[number].num_rows
-            number += 1
-        return first, self._batches_of_groups(number)
+        group_start = group_number = 0
+        while group_number < len(self._groups) and row >= group_start + self._groups[group_number].num_rows:
+            group_start += self._groups[group_number].num_rows
+            group_number += 1
+        return group_start, self._batches_of_groups(group_number)
 
     def _batches_of_groups(self, first_group: int) -> Iterator[pa.RecordBatch]:
         for number, group in enumerate(self._groups[first_group:], first_group):
@@ -221,24 +226,33 @@ class ArrowReader(TableReader):
 
 
 def _seekable(source: Source) -> Any:
-    """Open a source as a seekable file for pyarrow; a compressed one is decompressed into a temporary file first."""
-    if source.compression is None:
-        if storage.is_remote(source.path):
-            return pa.PythonFile(storage.open_read(source.path), mode="r")
-        path = storage.normalize(source.path)
-        if source.size == 0:  # an empty file cannot be mapped
-            return pa.OSFile(path)
-        storage.stat(source.path)  # raises a clear error if the file is missing
-        return pa.memory_map(path)
-    copy = tempfile.TemporaryFile()  # noqa: SIM115
+    """Open the file of a source as a seekable file of pyarrow.
+
+    A local file is mapped into memory. A compressed one is first decompressed into a temporary file, which is deleted
+    when it is closed.
+    """
+    if source.compression is not None:
+        return pa.PythonFile(_decompressed_copy(source), mode="r")
+    if storage.is_remote(source.path):
+        return pa.PythonFile(storage.open_read(source.path), mode="r")
+    path = storage.normalize(source.path)
+    if source.size == 0:  # an empty file cannot be mapped
+        return pa.OSFile(path)
+    storage.stat(source.path)  # raises a clear error if the file is missing
+    return pa.memory_map(path)
+
+
+def _decompressed_copy(source: Source) -> BinaryIO:
+    """Decompress the file of a source into a temporary file, which is returned open, at its beginning."""
+    temporary_file = tempfile.TemporaryFile()  # noqa: SIM115
     try:
         with open_text(source.path, source.compression) as file:
-            shutil.copyfileobj(file, copy, length=_COPY_BYTES)
+            shutil.copyfileobj(file, temporary_file, length=_COPY_BYTES)
     except BaseException:
-        copy.close()
+        temporary_file.close()
         raise
-    copy.seek(0)
-    return pa.PythonFile(copy, mode="r")
+    temporary_file.seek(0)
+    return temporary_file
 
 
 # Raised for a value that has no Python equivalent, such as text that is not UTF-8.
@@ -313,6 +327,7 @@ def _without_nulls(value: Any) -> Any:
 
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEAD = struct.Struct("<QBQQ")
+_HEAD_BYTES = len(_INDEX_MAGIC) + _INDEX_HEAD.size
 _NUMBER_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -354,11 +369,12 @@ class MegatronReader:
             raise changed_error(self._source, f"it ends at document {self._num_documents}")
         if start == stop:
             return []
-        borders = self._document_borders(start, stop)
-        sequences = self._sequences(borders[0], borders[-1])
+        borders = self._document_borders(start, stop)  # numbers of sequences; document i ends where i + 1 begins
+        first_sequence = borders[0]
+        sequences = self._sequences(first_sequence, borders[-1])
         documents = []
-        for begin, end in pairwise(borders):
-            parts = sequences[begin - borders[0] : end - borders[0]]
+        for document_start, document_stop in pairwise(borders):
+            parts = sequences[document_start - first_sequence : document_stop - first_sequence]
             if len(parts) == 1:  # not copied
                 documents.append(parts[0])
             else:  # several sequences, or none
@@ -390,24 +406,31 @@ class MegatronReader:
         self._tokens.close()
 
     def _read_head(self) -> None:
-        head = self._index.read(len(_INDEX_MAGIC) + _INDEX_HEAD.size)
-        if not head.startswith(_INDEX_MAGIC) or len(head) < len(_INDEX_MAGIC) + _INDEX_HEAD.size:
+        """Read the numbers of sequences and documents and the type of tokens from the head of the index file.
+
+        Raises DataError if the head is invalid, or if the size of the file is not the one that its head requires.
+        """
+        head = self._index.read(_HEAD_BYTES)
+        if not head.startswith(_INDEX_MAGIC) or len(head) < _HEAD_BYTES:
             raise self._index_error("it does not begin with MMIDIDX")
-        version, code, self._num_sequences, num_borders = _INDEX_HEAD.unpack_from(head, len(_INDEX_MAGIC))
+        version, type_code, self._num_sequences, num_borders = _INDEX_HEAD.unpack_from(head, len(_INDEX_MAGIC))
         self._num_documents = max(num_borders - 1, 0)
-        if version != 1 or code not in _NUMBER_TYPES:
-            raise self._index_error(f"version {version} with number type {code} is not supported")
-        self._token_type = np.dtype(_NUMBER_TYPES[code])
-        expected_size = len(head) + 12 * self._num_sequences + 8 * num_borders
-        size = self._index.seek(0, 2)
-        if size == expected_size + self._num_sequences and self._num_sequences:
+        if version != 1 or type_code not in _NUMBER_TYPES:
+            raise self._index_error(f"version {version} with number type {type_code} is not supported")
+        self._token_type = np.dtype(_NUMBER_TYPES[type_code])
+
+        # Each sequence has an int32 size and an int64 position, each border of documents is an int64.
+        expected_size = _HEAD_BYTES + (4 + 8) * self._num_sequences + 8 * num_borders
+        size = self._index.seek(0, os.SEEK_END)
+        is_multimodal = self._num_sequences > 0 and size == expected_size + self._num_sequences  # an int8 for each
+        if is_multimodal:
             raise self._index_error("it belongs to a multimodal dataset, which packtool cannot read")
         if size != expected_size:
             raise self._index_error(f"it has {size:,} bytes, but its head requires {expected_size:,}")
 
     def _index_numbers(self, offset: int, count: int, number_type: str) -> npt.NDArray[Any]:
         """Return ``count`` numbers of the index; ``offset`` is in bytes after its head."""
-        return self._read(self._index, len(_INDEX_MAGIC) + _INDEX_HEAD.size + offset, count, np.dtype(number_type))
+        return self._read(self._index, _HEAD_BYTES + offset, count, np.dtype(number_type))
 
     def _read(self, file: BinaryIO, offset: int, count: int, number_type: np.dtype[Any]) -> npt.NDArray[Any]:
         """Return ``count`` numbers of a file from byte ``offset`` on; raise DataError if it ends before."""
@@ -449,18 +472,21 @@ class TarReader:
         return digest_of(self._source.path)
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yield blocks of 64 packs, in order."""
+        """Yield the position of every 64 packs of the file, in order; a pack is a row."""
         start = first_row = 0
         while True:
             # ``_packs`` opens the tar file again for each block, because an open one keeps all members in memory.
-            offsets = [offset for offset, _ in islice(self._packs(start), BLOCK_ROWS + 1)]
+            next_packs = islice(self._packs(start), BLOCK_ROWS + 1)
+            offsets = [offset for offset, _ in next_packs]  # with that of the first pack of the next block, if any
+            is_last_block = len(offsets) <= BLOCK_ROWS
             num_rows = min(len(offsets), BLOCK_ROWS)
-            stop = offsets[-1] if len(offsets) > num_rows else self._source.size
+            stop = self._source.size if is_last_block else offsets[-1]
             if num_rows:
                 yield RowBlock(start, stop, first_row, num_rows)
-            if len(offsets) == num_rows:
+            if is_last_block:
                 return
-            start, first_row = stop, first_row + num_rows
+            start = stop
+            first_row += num_rows
 
     def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
         """Yield (pack number, JSON object with the bytes of its files) for the packs of a block."""
@@ -475,7 +501,7 @@ class TarReader:
 
     def _packs(self, start: int) -> Iterator[tuple[int, _Members]]:
         """Yield byte offset and members of each pack from byte ``start`` on; members by name after the first dot."""
-        for _, group in groupby(self._members(start), key=lambda member: _split_name(member.name)[0]):
+        for _, group in groupby(self._members(start), key=_pack_name):
             members = list(group)
             yield members[0].offset, {_split_name(member.name)[1]: member for member in members}
 
@@ -504,23 +530,35 @@ class TarReader:
         return self._file.read(member.size)
 
     def _read_pack(self, number: int, members: _Members) -> dict[str, Any] | Dropped:
-        """Return the row of a pack, whose media have ``bytes`` in place of the name of their ``file``."""
-        source, document = self._source, members.get("json")
-        if document is None:
+        """Read a pack as a row: its JSON object, with the bytes of its media.
+
+        Media in the object name a ``file`` of the pack, which is replaced by the content of that file as ``bytes``.
+        ``number`` is the pack's number in the tar file, ``members`` its files by name after the first dot. The row is
+        dropped if a file is missing, or if the JSON is invalid or too large.
+        """
+        source = self._source
+        json_file = members.get("json")
+        if json_file is None:
             names = ", ".join(sorted(members)[:8])
             return Dropped(source.label, number, "unknown_form", f"the pack has no .json file; its files are {names}")
-        is_too_large = document.size > source.max_row_bytes
-        row = too_large(source, number) if is_too_large else parse_row(source, number, self._read(document))
+        if json_file.size > source.max_row_bytes:
+            return too_large(source, number)
+        row = parse_row(source, number, self._read(json_file))
         if isinstance(row, Dropped):
             return row
-        for entry in _media_entries(row):
-            name = entry.pop("file", None)
-            if isinstance(name, str):
-                if name not in members:
-                    detail = f"the pack refers to {name}, which is not in the tar file"
-                    return Dropped(source.label, number, "media_missing", detail)
-                entry["bytes"] = self._read(members[name])
+        for medium in _media_entries(row):
+            file_name = medium.pop("file", None)
+            if not isinstance(file_name, str):
+                continue
+            if file_name not in members:
+                detail = f"the pack refers to {file_name}, which is not in the tar file"
+                return Dropped(source.label, number, "media_missing", detail)
+            medium["bytes"] = self._read(members[file_name])
         return row
+
+
+def _pack_name(member: tarfile.TarInfo) -> str:
+    return _split_name(member.name)[0]
 
 
 def _split_name(name: str) -> tuple[str, str]:

@@ -308,16 +308,20 @@ def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[
 
 
 def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str], where: str) -> DataError:
-    """Return the error ``what`` for sources whose rows were all dropped, from their number by reason.
+    """Return the error for sources whose rows were all dropped, with the remedy for the most common reason.
 
-    It shows the first row (``firsts``) of the most common reason; ``where`` names the file with every row's reason.
+    Args:
+        what: beginning of the message.
+        dropped: number of dropped rows by reason; empty if there were no rows.
+        firsts: description of the first dropped row by reason; shown for the most common reason.
+        where: end of the remedy, which names the file with the reason of every row.
     """
-    common = sorted(dropped.items(), key=lambda item: -item[1])
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in common)
-    reason = common[0][0] if common else ""
-    remedy = DROP_REASONS.get(reason, "")
-    first = f"\nFirst dropped row: {firsts[reason]}" if reason in firsts else ""
-    return DataError(f"{what}: {counts or 'there were no rows'}{first}", f"{remedy} {where}".strip())
+    most_common_first = sorted(dropped.items(), key=lambda item: -item[1])
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in most_common_first) or "there were no rows"
+    main_reason = most_common_first[0][0] if most_common_first else ""
+    remedy = DROP_REASONS.get(main_reason, "")
+    first_row = f"\nFirst dropped row: {firsts[main_reason]}" if main_reason in firsts else ""
+    return DataError(f"{what}: {counts}{first_row}", f"{remedy} {where}".strip())
 
 
 P = ParamSpec("P")
@@ -338,7 +342,11 @@ def guard_row(source: str, row: int, function: Callable[P, T], *args: P.args, **
 
 
 def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
-    """Return the ``Dropped`` for an unexpected exception of one row; raise ``error`` if the row is not the cause."""
+    """Drop row number ``row`` of a file because of an exception that packtool does not expect, such as a KeyError.
+
+    Raises ``error`` itself if other rows would fail, too: an interrupt, an error of the machine, or one of packtool's.
+    The detail names the last line of packtool in the traceback.
+    """
     is_ordinary = isinstance(error, Exception) or type(error).__name__ == _PANIC
     is_machine_error = isinstance(error, OSError) and error.errno in _MACHINE_ERRORS
     if not is_ordinary or is_machine_error or isinstance(error, (PacktoolError, MemoryError)):
@@ -346,7 +354,8 @@ def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
     location = "an unknown place"
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename.startswith(_PACKAGE + os.sep):
-            location = f"{os.path.relpath(frame.filename, _PACKAGE).replace(os.sep, '/')}:{frame.lineno}"
+            file = os.path.relpath(frame.filename, _PACKAGE).replace(os.sep, "/")
+            location = f"{file}:{frame.lineno}"
     return Dropped(source, row, UNEXPECTED, f"{type(error).__name__} at {location}: {error}")
 
 

@@ -10,7 +10,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import starmap
 from typing import Any, Literal, NamedTuple, Self, overload
 
@@ -157,22 +157,28 @@ class Source(SourceSpec):
 
     @cached_property
     def media_policy(self) -> MediaPolicy:
-        """Rules for the media paths and URLs in its rows."""
-        limits = (self.max_media_bytes, self.max_media_failures)
+        """Which files and URLs the rows of this source may name as media, because rows may be untrusted.
+
+        By default, media must be in the folder of the file of rows or in ``media_root``, or on the remote stores
+        (buckets, web servers) of these two. ``media_access`` may also allow all local files, or everything.
+        """
+        make_policy = partial(MediaPolicy, max_bytes=self.max_media_bytes, max_failures=self.max_media_failures)
         if self.media_access == "any":
-            return MediaPolicy(None, None, *limits)
+            return make_policy(roots=None, stores=None)
         locations = {self.path, self.media_root or self.path}
         stores = frozenset(storage.store_name(location) for location in locations if storage.is_remote(location))
         if self.media_access == "local":
-            return MediaPolicy(None, stores, *limits)
+            return make_policy(roots=None, stores=stores)
+
         roots: list[str] = []
         if not storage.is_remote(self.path):
             file = storage.normalize(self.path)
             # The file may be a link, as in the hub's cache: allow the folders of the link and of its target.
             roots += [os.path.realpath(os.path.dirname(file)), os.path.dirname(os.path.realpath(file))]
-        if self.media_root is not None and self.media_root != self.path and not storage.is_remote(self.media_root):
-            roots.append(os.path.realpath(storage.normalize(self.media_root)))
-        return MediaPolicy(tuple(roots), stores, *limits)
+        media_root = self.media_root
+        if media_root is not None and media_root != self.path and not storage.is_remote(media_root):
+            roots.append(os.path.realpath(storage.normalize(media_root)))
+        return make_policy(roots=tuple(roots), stores=stores)
 
     @cached_property
     def label(self) -> str:
@@ -315,20 +321,28 @@ _MAX_HYPERGEOMETRIC = 10**9
 
 
 def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
-    """Draw ``num_rows`` rows from all sources together; return each source's blocks.
+    """Draw ``num_rows`` rows at random from several files together.
 
-    Drawn without replacement; if fewer rows exist, all are used equally often first, and only the remainder is drawn.
-    The draw depends only on the seed and the blocks.
+    Rows are drawn without replacement. If fewer rows exist, all are used equally often, and only the remainder is
+    drawn: 25 of 10 rows are all rows twice, and 5 of them once more. The draw depends only on ``seed`` and on the sizes
+    of the blocks.
+
+    Args:
+        sources: the rows of each file, in blocks of consecutive rows.
+
+    Returns:
+        The blocks of each file with only the drawn rows, in the order of the file.
     """
     rng = np.random.default_rng(seed)
-    block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])  # rows of each block, int64 (blocks,)
+    block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])  # of all files, int64 (num_blocks,)
     num_existing = int(block_sizes.sum())
     if not num_existing:
         return list(sources)
     num_repeats, num_drawn = divmod(num_rows, num_existing)
     drawn_by_block = _draw_counts(block_sizes, num_drawn, rng)
+
     positions = []  # of the used rows in their blocks
-    for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):  # ``_draw_positions`` needs a table of all their rows
+    for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):  # limits the memory of ``_draw_positions``
         blocks = slice(first, first + _BLOCKS_PER_DRAW)
         positions.append(_draw_positions(block_sizes[blocks], drawn_by_block[blocks], num_repeats, rng))
     used_by_block = drawn_by_block + num_repeats * block_sizes
@@ -362,29 +376,39 @@ def _pick_by_source(sources: Sequence[RowBlocks], num_used: np.ndarray, position
 def first_rows(sources: Sequence[RowBlocks], num_rows: int) -> list[RowBlocks]:
     """Return each source's blocks with only the first ``num_rows`` rows of all sources together, or all if fewer."""
     result = []
+    num_missing = num_rows  # still to take from this source and the following ones
     for blocks in sources:
         sizes = blocks.rows_of_each
         num_rows_before = np.cumsum(sizes) - sizes  # in the source, before each block
-        counts = np.clip(num_rows - num_rows_before, 0, sizes)
-        # 0, 1, ..., count - 1 for each block, concatenated
-        positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        counts = np.clip(num_missing - num_rows_before, 0, sizes)
+        # The first rows of each block, concatenated: counts [2, 3] give positions [0, 1, 0, 1, 2].
+        num_taken_before = np.cumsum(counts) - counts
+        positions = np.arange(counts.sum()) - np.repeat(num_taken_before, counts)
         result.append(blocks.picked(counts, positions))
-        num_rows = max(0, num_rows - int(sizes.sum()))  # still to take from the following sources
+        num_missing = max(0, num_missing - int(sizes.sum()))
     return result
 
 
 def _draw_positions(
     block_sizes: np.ndarray, counts: np.ndarray, num_repeats: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw positions of rows in B blocks; those of all blocks are concatenated, int16, ascending in each block.
+    """Draw rows from each of B blocks, and return their positions in their block, without replacement.
 
-    ``counts``, int64 (B,): rows to draw from each block; in addition, every row is used ``num_repeats`` times.
+    Args:
+        block_sizes: number of rows of each block, int64 (B,).
+        counts: number of rows to draw from each block, int64 (B,).
+        num_repeats: how often every row is used in addition.
+
+    Returns:
+        Positions, int16, ascending in each block; those of all blocks are concatenated. A row that is used several
+        times is repeated.
     """
     max_size = int(block_sizes.max())
-    is_row = np.arange(max_size) < block_sizes[:, None]  # (B, max_size)
+    is_row = np.arange(max_size) < block_sizes[:, None]  # (B, max_size); false behind the end of a smaller block
     keys = rng.random((len(block_sizes), max_size))
-    keys[~is_row] = 2.0  # sorted last, never drawn
-    ranks = keys.argsort(axis=1).argsort(axis=1)  # the rows of the smallest keys are drawn
-    times_used = (ranks < counts[:, None]) + num_repeats * is_row
+    keys[~is_row] = 2.0  # above all keys of rows
+    ranks = keys.argsort(axis=1).argsort(axis=1)  # of each key in its block
+    is_drawn = ranks < counts[:, None]  # the rows with the smallest keys
+    times_used = is_drawn + num_repeats * is_row
     positions = np.broadcast_to(np.arange(max_size, dtype=np.int16), times_used.shape)
     return np.repeat(positions.ravel(), times_used.ravel())

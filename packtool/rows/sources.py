@@ -90,11 +90,12 @@ def _columns_of_entry(entry: Mapping[str, Any]) -> Pairs:
     has_messages = formatting == "sharegpt" or "messages" in columns
     # "query" without "prompt" has packtool's meaning.
     has_query = "prompt" not in columns and "query" in columns and formatting != "alpaca"
-    if has_messages or has_query or not columns.keys() & {"prompt", "query", "response"}:
+    has_alpaca_names = not columns.keys().isdisjoint(_ALPACA_COLUMNS)
+    if has_messages or has_query or not has_alpaca_names:
         return tuple(columns.items())
-    named = {_ALPACA_COLUMNS.get(name, name): column for name, column in columns.items()}
-    # As in LLaMA-Factory, a column "input" is ignored unless the entry names it.
-    return tuple({"input": "", **named}.items())
+    file_names = {_ALPACA_COLUMNS.get(name, name): column for name, column in columns.items()}
+    # As in LLaMA-Factory, a column "input" is ignored ("") unless the entry names it.
+    return tuple({"input": "", **file_names}.items())
 
 
 def _prompt_format(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -126,7 +127,7 @@ def _unknown_keys(where: str, values: Mapping[str, Any], known: tuple[str, ...])
 
 
 def _value_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Check the types of values, and refuse preference data."""
+    """Return what is wrong with the values of an entry: their types, an unknown formatting, preference data."""
     problems = _preference_problems(entry)
     if entry.get("formatting") not in (None, "alpaca", "sharegpt", "openai"):
         problems.append(f" has formatting {entry['formatting']!r}; it must be alpaca, sharegpt or openai")
@@ -171,8 +172,8 @@ def _instruction_problem(prompt_format: object, names: Collection[str]) -> str:
 
 
 def _location_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Check the location, split, subset and folder."""
-    key = _location_key(entry)
+    """Return what is wrong with the location, split, subset and folder of an entry."""
+    key = _location_key(entry)  # such as file_name or hf_hub_url; "" if the entry has no location
     problems = []
     if not key:
         problems.append(" needs one of file_name, cloud_file_name, hf_hub_url and ms_hub_url")
@@ -208,8 +209,10 @@ def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSp
     ``#1000``, ``#20%`` or ``#2.5x`` at its end, that number, fraction or multiple of its rows is drawn; ``#first1000``
     and ``#first20%`` take the first ones. Folders and patterns skip ``config.output_dir``, caches and training runs.
     """
-    info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False) if config.dataset_info else None
-    common = _common_spec(config)
+    info = None
+    if config.dataset_info:
+        info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False)
+    common = _common_spec(config)  # the settings that all files share
     if held_out:
         arguments = [(name, "--check-against", TRAIN_SPLIT) for name in config.check_against]
     else:
@@ -217,11 +220,11 @@ def sources_of(config: ExportConfig, *, held_out: bool = False) -> list[SourceSp
         arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     specs: list[SourceSpec] = []
     for number, (name, option, split) in enumerate(arguments):
-        paths, spec_fields = _resolve(name, option, info, common)
+        paths, changed_fields = _resolve(name, option, info, common)
         if not config.per_dataset_loss_scale:
-            spec_fields["loss_scale"] = None  # instead of the one in ``--dataset-info``: ``--loss-scale`` is used
-        spec = common.replaced(name=name, split=split, group=number, **spec_fields)
-        specs += [spec.replaced(path=path) for path in _outside_output(paths, config.output_dir)]
+            changed_fields["loss_scale"] = None  # ignore the one in ``--dataset-info``: ``--loss-scale`` is used
+        argument_spec = common.replaced(name=name, split=split, group=number, **changed_fields)
+        specs += [argument_spec.replaced(path=path) for path in _outside_output(paths, config.output_dir)]
     return specs
 
 
@@ -253,20 +256,28 @@ def _outside_output(paths: list[str], output_dir: str | None) -> list[str]:
 
 
 def unread_splits(config: ExportConfig) -> list[str]:
-    """Return a message for each saved ``DatasetDict`` in ``--dataset`` with splits that no argument reads."""
+    """Return a message for each folder in ``--dataset`` that has splits which no argument reads.
+
+    Such a folder is a saved ``DatasetDict``: it has a sub-directory for each split, of which only one is read, normally
+    ``train``. Another split is read if an argument names its sub-directory.
+    """
     messages = []
-    arguments = {storage.normalize(argument) for argument in (*config.dataset, *config.val_dataset)}
+    named_paths = {storage.normalize(argument) for argument in (*config.dataset, *config.val_dataset)}
     for name in config.dataset:
-        path = name if _exists(name) else _without_amount(name)
-        if not _exists(storage.join(path, _DICT_NAME)):
+        folder = name if _exists(name) else _without_amount(name)
+        is_dataset_dict = _exists(storage.join(folder, _DICT_NAME))
+        if not is_dataset_dict:
             continue
-        used_split, all_splits = _split_of(path, "--dataset")
-        other_splits = [split for split in dict.fromkeys(all_splits) if split != used_split]
-        unread = [split for split in other_splits if storage.normalize(storage.join(path, split)) not in arguments]
-        if unread:
+        used_split, all_splits = _split_of(folder, "--dataset")
+        ignored_splits = []
+        for split in dict.fromkeys(all_splits):
+            is_named = storage.normalize(storage.join(folder, split)) in named_paths
+            if split != used_split and not is_named:
+                ignored_splits.append(split)
+        if ignored_splits:
             messages.append(
-                f"{storage.masked(path)}: only the split {used_split} is read, not {', '.join(unread)}; to use it for "
-                f"validation, add --val-dataset {storage.masked(storage.join(path, unread[0]))}"
+                f"{storage.masked(folder)}: only the split {used_split} is read, not {', '.join(ignored_splits)}; to "
+                f"use it for validation, add --val-dataset {storage.masked(storage.join(folder, ignored_splits[0]))}"
             )
     return messages
 
@@ -274,20 +285,31 @@ def unread_splits(config: ExportConfig) -> list[str]:
 def _resolve(
     argument: str, option: str, info: DatasetInfo | None, common: SourceSpec
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the files of one argument of ``option``, and the fields of their specs that differ from ``common``."""
-    name = _FIRST.sub("#", argument)
+    """Find the files of one dataset argument: an entry of ``--dataset-info``, a path, a pattern or a hub id.
+
+    Args:
+        argument: perhaps with an amount of rows at its end, such as ``rows.jsonl#1000``.
+        option: the option that has the argument, for messages.
+        info: the entries of ``--dataset-info``; None without it.
+        common: the settings of all arguments.
+
+    Returns:
+        The paths or URLs of the files, and the fields of ``SourceSpec`` in which they differ from ``common``.
+    """
+    name = _FIRST.sub("#", argument)  # #first1000 becomes #1000
     sampling: dict[str, Any] = {}
     # An entry or a file may have exactly this name, with its #.
-    if amount_suffix(name) and not (info and name in info.entries) and not _exists(name):
+    is_entry = info is not None and name in info.entries
+    if amount_suffix(name) and not is_entry and not _exists(name):
         sampling = _sampling_of(argument, name, option)
         name = _without_amount(name)
     entry = None if info is None else info.get(name)
     if info is None or entry is None:
         return _files(name, option, info), sampling
-    fields = _fields_of_entry(entry, common)
+    entry_fields = _fields_of_entry(entry, common)
     if "times_sampled" in sampling:
-        fields["num_sampled"] = None
-    return _files_of_entry(entry, info, option, name), fields | sampling
+        entry_fields["num_sampled"] = None  # the amount of the argument replaces that of the entry
+    return _files_of_entry(entry, info, option, name), entry_fields | sampling
 
 
 def _sampling_of(argument: str, name: str, option: str) -> dict[str, Any]:
@@ -329,16 +351,23 @@ def _without_amount(name: str) -> str:
 
 
 def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, name: str) -> list[str]:
-    """Return the files of dataset ``name``, an entry of ``info``; ``option`` is for messages."""
-    key = _location_key(entry)
-    if key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):
-        key = "ms_hub_url"
-    location, folder = entry[key], entry.get("folder")
-    if key == "ms_hub_url":
+    """Return the files of a dataset that is an entry of ``dataset_info.json``; datasets of a hub are downloaded.
+
+    Args:
+        entry: the entry, already checked. Its location is in the first key of ``_LOCATION_KEYS`` that it has.
+        option, name: the option and its argument that name the dataset, for messages.
+    """
+    location_key = _location_key(entry)
+    if location_key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):
+        location_key = "ms_hub_url"
+    location = entry[location_key]
+    folder = entry.get("folder")  # a sub-directory of the dataset; None or "" for all of it
+    if location_key == "ms_hub_url":
         location = download(f"{option} {name}:", "dataset_snapshot_download", location)
-    if key in ("hf_hub_url", "ms_hub_url"):
+    if location_key in ("hf_hub_url", "ms_hub_url"):
         return hub_files(location, entry.get("subset") or None, entry.get("split") or None, folder or None)
-    if key == "file_name":
+
+    if location_key == "file_name":  # relative to the directory of the JSON file
         location = storage.join(storage.parent(info.path), location)
     if not folder:
         return _files(location, option)
@@ -356,22 +385,30 @@ def _exists(name: str) -> bool:
 
 
 def _files(name: str, option: str, info: DatasetInfo | None = None) -> list[str]:
-    """Return the files of a path, pattern or hub id; ``info`` is only used for the error if there are no files."""
+    """Return the files of rows that a name stands for: a file or folder, a pattern, or an id of the Hugging Face hub.
+
+    The first of these that applies is used; DataError if none does. ``option`` has the name as its argument, and
+    ``info`` are the entries of ``--dataset-info``, if any; both are only used in errors.
+    """
     if _exists(name):
         path = storage.normalize(name)
         return _files_in(path, option) if storage.is_directory(path) else [path]
+
     wildcard = _WILDCARD.search(name)
     if wildcard and not name.startswith("http"):
-        files = _files_of_pattern(name, storage.parent(name[: wildcard.start()]), option)
+        folder = storage.parent(name[: wildcard.start()])  # contains all matches
+        files = _files_of_pattern(name, folder, option)
         if not files:
             problem = f"{option} {storage.masked(name)}: no file of rows matches"
             raise DataError(problem, f"Supported are {KNOWN_FORMATS}.")
         return files
-    has_hub_prefix = name.startswith(HUB_PREFIX)
-    identifier = hub_id(name) if has_hub_prefix or not storage.is_remote(name) else None
-    if identifier is not None and (has_hub_prefix or format_of(name) is None):
-        return hub_files(identifier)
-    raise _no_file_error(name, option, info)
+
+    has_hub_prefix = name.startswith(HUB_PREFIX)  # hf::
+    may_be_hub_id = has_hub_prefix or (not storage.is_remote(name) and format_of(name) is None)
+    identifier = hub_id(name) if may_be_hub_id else None
+    if identifier is None:
+        raise _no_file_error(name, option, info)
+    return hub_files(identifier)
 
 
 def _no_file_error(name: str, option: str, info: DatasetInfo | None) -> DataError:
@@ -416,7 +453,11 @@ def _output_finder(folder: str) -> Callable[[str], bool]:
 
 
 def _files_in(folder: str, option: str) -> list[str]:
-    """Return the files of rows below a folder: those that its metadata list, for a saved dataset or packs, else all."""
+    """Return the files of rows below a folder.
+
+    For a dataset saved by the datasets package, or packs of ``packtool pack``, these are the files that its metadata
+    list; of a ``DatasetDict`` only one split is read. The folder of a cache is a DataError.
+    """
     names = storage.list_names(folder)
     if MANIFEST_NAME in names:
         message = f"{option} {storage.masked(folder)} is a cache written by packtool export, not rows"
@@ -454,9 +495,9 @@ def _files_of_packs(folder: str, option: str) -> list[str]:
 
 
 def _files_below(folder: str, option: str) -> list[str]:
-    """Return all files of rows below a folder, except hidden files and those of caches and training runs."""
+    """Return all files of rows below a folder, except hidden files, metadata, and files of caches and training runs."""
     paths = list(storage.walk(folder))
-    # Folders of caches and training runs, with a slash at the end.
+    # Folders of caches and training runs, which have a file that nothing else has; with a slash at the end.
     output_folders = tuple(
         path.removesuffix(marker) for path in paths for marker in _OUTPUT_MARKERS if path.endswith(f"/{marker}")
     )

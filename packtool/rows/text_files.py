@@ -41,7 +41,11 @@ def read_head(file: HashedFile) -> bytes:
 
 
 def find_lines(file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of at most ``BLOCK_ROWS`` lines, or of one above ``max_bytes``; row numbers count blank lines."""
+    """Find the lines of a text file, and yield their positions in blocks of at most 64 lines, blank ones included.
+
+    A line of more than ``max_bytes`` is a block of its own. Blocks without rows, that is, only of blank lines, are
+    skipped. ``RowBlock.first_row`` is a line number, which counts blank lines; ``num_rows`` does not count them.
+    """
     start = first_row = 0  # byte offset and line number at which the next block begins
     for chunk in _chunks_of_lines(file, max_bytes):
         if isinstance(chunk, int):  # the size of a line that is too long
@@ -77,26 +81,29 @@ def _line_ends(chunk: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chunks_of_lines(file: HashedFile, max_bytes: int) -> Iterator[LinesOrSize]:
-    """Yield chunks of whole lines, about ``CHUNK_BYTES`` each; for a line above ``max_bytes``, only its size."""
+    """Read a text file in chunks of complete lines, about ``CHUNK_BYTES`` each.
+
+    A line of which ``max_bytes`` or more follow its first chunk is not kept in memory: only its size in bytes is
+    yielded, after a chunk with the lines before it.
+    """
     while chunk := file.read(CHUNK_BYTES):
         if chunk.endswith(b"\n"):
             yield chunk
             continue
-        line_rest = file.readline(max_bytes)
-        rest_is_too_long = len(line_rest) == max_bytes and not line_rest.endswith(b"\n")
-        if not rest_is_too_long:
+        line_rest = file.readline(max_bytes)  # of the line at the end of the chunk
+        is_complete = len(line_rest) < max_bytes or line_rest.endswith(b"\n")
+        if is_complete:
             yield chunk + line_rest
             continue
-        # Yield the lines before the one that is too long, then read to its end without keeping it.
         line_start = chunk.rfind(b"\n") + 1
         if line_start:
             yield chunk[:line_start]
-        num_bytes = len(chunk) - line_start + len(line_rest)
+        num_line_bytes = len(chunk) - line_start + len(line_rest)
         while line_rest := file.readline(CHUNK_BYTES):
-            num_bytes += len(line_rest)
+            num_line_bytes += len(line_rest)
             if line_rest.endswith(b"\n"):
                 break
-        yield num_bytes
+        yield num_line_bytes
 
 
 def too_large(source: Source, number: int) -> Dropped:
@@ -149,13 +156,21 @@ _Record = tuple[int, list[str] | str]
 
 
 def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
-    """Return the column names of a csv or tsv file, and blocks of its records; DataError if the header is invalid.
+    """Read the header of a csv or tsv file, and find the positions of its records.
 
-    An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
+    A record may have several lines, because fields in quotes may have line breaks. An invalid record is a block of its
+    own; a quote that is not closed within ``max_bytes`` counts as never closed.
+
+    Args:
+        path: name of the file in messages.
+        kind: ``csv`` or ``tsv``.
+
+    Returns:
+        The column names, () for an empty file, and an iterator of blocks of records, which reads the file.
     """
     lines = _lines_of_chunks(_chunks_of_lines(file, max_bytes))
     records = _records(lines, kind, max_bytes)
-    header_stop = 0
+    header_stop = 0  # the byte after the header
     for num_bytes, fields in records:
         header_stop += num_bytes
         if isinstance(fields, str):  # an error message
@@ -188,20 +203,26 @@ def _lines_of_chunks(chunks: Iterable[LinesOrSize]) -> Iterator[LinesOrSize]:
 
 
 def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
+    """Yield (record number, {column: text}) for the csv records of a block, whose bytes are ``data``.
+
+    Invalid records are dropped; blank lines are no records and have no number.
+    """
     number = block.first_row
     for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
-        if isinstance(fields, str):
+        if not fields:  # a blank line
+            continue
+        if isinstance(fields, str):  # an error message
             yield number, Dropped(source.label, number, "invalid_csv", fields)
-        elif fields and len(fields) != len(source.header):
+        elif len(fields) != len(source.header):
             detail = f"the record has {len(fields)} fields, and the header has {len(source.header)}"
             yield number, Dropped(source.label, number, "invalid_csv", detail)
-        elif fields:
+        else:
             try:
                 texts = [field.encode("latin-1").decode() for field in fields]
                 yield number, dict(zip(source.header, texts, strict=True))
             except UnicodeDecodeError as error:
                 yield number, Dropped(source.label, number, "invalid_text", str(error))
-        number += bool(fields)  # a blank line is not a record
+        number += 1
 
 
 _RowRange = tuple[int, int, bool]
@@ -217,28 +238,40 @@ def _row_ranges(records: Iterable[_Record], offset: int) -> Iterator[_RowRange]:
 
 
 def _blocks(rows: Iterable[_RowRange]) -> Iterator[RowBlock]:
-    """Group consecutive rows into blocks of at most ``BLOCK_ROWS`` rows and about ``CHUNK_BYTES``."""
+    """Group consecutive rows into blocks of at most ``BLOCK_ROWS`` rows and about ``CHUNK_BYTES``.
+
+    Each row is given by its first byte, the byte after it, and whether it must be a block of its own.
+    """
     start = stop = first_row = num_rows = 0  # of the unfinished block
     for row_start, row_stop, is_alone in rows:
-        if is_alone and num_rows:
+        if is_alone and num_rows:  # finish the block before this row
             yield RowBlock(start, stop, first_row, num_rows)
-            first_row, num_rows = first_row + num_rows, 0
-        start, stop = start if num_rows else row_start, row_stop
+            first_row += num_rows
+            num_rows = 0
+        if num_rows == 0:  # the row begins a new block
+            start = row_start
+        stop = row_stop
         num_rows += 1
-        if is_alone or num_rows == BLOCK_ROWS or stop - start >= CHUNK_BYTES:
+        is_full = num_rows == BLOCK_ROWS or stop - start >= CHUNK_BYTES
+        if is_alone or is_full:
             yield RowBlock(start, stop, first_row, num_rows)
-            first_row, num_rows = first_row + num_rows, 0
+            first_row += num_rows
+            num_rows = 0
     if num_rows:
         yield RowBlock(start, stop, first_row, num_rows)
 
 
 def _records(lines: Iterable[LinesOrSize], kind: str, max_bytes: int) -> Iterator[_Record]:
-    """Yield csv records. An invalid record consists of its first line only; the next line begins a new record."""
+    """Yield the size in bytes and the fields of each csv record; an error message in place of invalid fields.
+
+    An invalid record consists of its first line only: the next line begins a new record. ``max_bytes`` limits a record,
+    ``kind`` is ``csv`` or ``tsv``. Fields are decoded as latin-1, one character per byte.
+    """
     csv.field_size_limit(sys.maxsize)  # max_bytes limits whole records instead
     feed = _LineFeed(lines, max_bytes)
     while True:
         try:
-            # After an error, a new csv.reader begins with the line after the invalid record.
+            # After an error, a new csv.reader begins with the line after the invalid one.
             for fields in csv.reader(feed, delimiter=_DELIMITERS[kind]):
                 if feed.ended_in_record:
                     raise csv.Error("a quote is never closed")
@@ -311,9 +344,10 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
 
 
 def _element_ranges(text: _JsonText, max_bytes: int) -> Iterator[_RowRange]:
-    """Yield the range of each element of an array, up to the separator, and whether it exceeds ``max_bytes``.
+    """Yield the byte range of each element of a JSON array, up to its comma, and whether it exceeds ``max_bytes``.
 
-    Moves ``text`` from the beginning of the array, after its [, past its ].
+    ``text`` is a scanner whose position is after the [ of the array; at the end it is after the ]. DataError if the
+    array is invalid.
     """
     text.skip_space()
     if text.peek() == "]":  # an empty array
@@ -395,16 +429,26 @@ class _JsonText:
         return position, separator
 
     def skip_element(self, row: int) -> None:
-        """Move past one element, however large or deeply nested; DataError with ``row`` if it is invalid."""
+        """Move past one element of the array, however large or deeply nested it is.
+
+        Only a section of the file is in memory, ``_text``. An element that may continue after it is parsed again with
+        more text, or, if more than ``max_bytes`` of it are in memory, skipped by its brackets and quotes.
+
+        Args:
+            row: number of the element, for the DataError if it is invalid.
+        """
         num_bytes = CHUNK_BYTES  # to read next
         while True:
             try:
                 _, end = self._json.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
-                if self._may_continue(error) and len(self._text) - self._position > self._max_bytes:
+                may_continue = self._may_continue(error)
+                is_too_long = len(self._text) - self._position > self._max_bytes
+                if may_continue and is_too_long:
                     self._skip_unparsed(row)
                     return
-                if not self._may_continue(error) or not self._read(num_bytes):
+                has_more_text = may_continue and self._read(num_bytes)
+                if not has_more_text:
                     raise self.error(row, str(error)) from error
                 num_bytes *= 2  # the element is parsed again from its beginning: keep the number of attempts low
                 continue
@@ -427,14 +471,17 @@ class _JsonText:
         return is_near_end or error.msg.startswith("Unterminated string")
 
     def _skip_unparsed(self, row: int) -> None:
-        """Move past an element by its brackets and quotes alone, without keeping it in memory."""
+        """Move past one element of the array by its brackets and quotes alone, without keeping it in memory.
+
+        ``row`` is its number, for the DataError if the file ends inside it.
+        """
         if self.peek() not in ("[", "{", '"'):  # a number or a literal
             self._find(_AFTER_ELEMENT, row)
             return
         depth = 0  # number of open brackets
         is_in_string = False
         while True:
-            mark = self._find(_IN_STRINGS if is_in_string else _BRACKETS, row)
+            mark = self._find(_IN_STRINGS if is_in_string else _BRACKETS, row)  # a bracket, a quote or a backslash
             self.take()
             if mark == "\\":  # skip the escaped character, which may be a quote
                 if not self.peek() and not self._read(CHUNK_BYTES):

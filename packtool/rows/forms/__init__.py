@@ -34,19 +34,22 @@ FORMS: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, SEGMENTS,
 
 
 def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
-    """Detect the form of a file from its first rows; DataError if none fits or a column is ambiguous or missing.
+    """Detect the form of a file from its first rows: which columns hold a conversation, a text or tokens.
 
     Args:
+        rows: the first rows.
         named: columns that the user named, as (packtool's name, the file's name) or the reverse, as in ms-swift's
             ``--columns``; "" as the file's name disables a column.
         formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` prefers tokens to text.
+        where: name of the file in messages.
 
     Returns:
-        the form, a key of ``FORMS``, and (packtool's name, the file's name) of columns that it uses or the user named.
+        The form, a key of ``FORMS``, and (packtool's name, the file's name) of columns that it uses or the user named.
+        DataError if no form fits, or if a column is ambiguous or missing.
     """
-    keys = tuple({key: None for row in rows for key in row})
-    non_null = {key for row in rows for key, value in row.items() if value is not None}
-    filled = tuple([key for key in keys if key in non_null])
+    keys = tuple({key: None for row in rows for key in row})  # distinct, in order
+    keys_with_value = {key for row in rows for key, value in row.items() if value is not None}
+    filled = tuple([key for key in keys if key in keys_with_value])
     return _cached_detect(keys, filled, named, formatting) or _detect(keys, filled, named, formatting, where)
 
 
@@ -60,28 +63,31 @@ def _cached_detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | N
 
 
 def _detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
-    """Detect the form of a file with these ``keys``, of which ``filled`` have a value in at least one row."""
+    """Detect the form of a file with these ``keys``, of which ``filled`` have a value in at least one row.
+
+    Arguments and result are those of ``detect``.
+    """
     columns = Columns(filled, _named_columns(named, keys, where), where)
     if formatting == TOKENS:
         if PREPARED.fits(columns, formatting):
             return PREPARED.name, tuple(sorted(columns.columns.items()))
-        formatting = None
-    form = next((form for form in FORMS.values() if form.fits(columns, formatting)), None)
-    if form is None:
-        known = "\n".join(f"  - {form.shown}" for form in FORMS.values())
-        message = f"{where}: the rows have no known form; their keys are: {listed(keys)}\nKnown forms:\n{known}"
-        raise DataError(message, "Name the columns with --columns, for example --columns query=title response=body")
-    return form.name, tuple(sorted(columns.columns.items()))
+        formatting = None  # without tokens, any form is accepted
+    for form in FORMS.values():
+        if form.fits(columns, formatting):  # also adds the columns of the form to ``columns``
+            return form.name, tuple(sorted(columns.columns.items()))
+    known = "\n".join(f"  - {form.shown}" for form in FORMS.values())
+    message = f"{where}: the rows have no known form; their keys are: {listed(keys)}\nKnown forms:\n{known}"
+    raise DataError(message, "Name the columns with --columns, for example --columns query=title response=body")
 
 
 def _named_columns(named: Pairs, file_columns: Sequence[str], where: str) -> dict[str, str]:
-    """Check the columns that the user named, and return the file's names by packtool's names; "" disables a column.
+    """Check the columns that the user named with ``--columns``, and return the file's names by packtool's names.
 
-    ``named`` has (packtool's name, the file's name) or the reverse. If it has a name of packtool's several times, the
-    first column that the file has is used.
+    ``named`` has (packtool's name, the file's name) or the reverse; "" as the file's name disables a column. If a name
+    of packtool occurs several times, its first column that exists in the file is used; DataError if none does.
     """
     columns: dict[str, str] = {}
-    pairs = [_in_order(pair, file_columns) for pair in named]
+    pairs = [_in_order(pair, file_columns) for pair in named]  # (packtool's name, the file's name)
     for name, column in pairs:
         if name not in NAMES:
             message = f"--columns {name}={column}: unknown column name {name!r}{did_you_mean(name, NAMES)}"
@@ -107,10 +113,14 @@ def _in_order(pair: tuple[str, str], file_columns: Sequence[str]) -> tuple[str, 
 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
-    """Convert row ``number`` (0-based) to a sample, by the form of its source or, if unknown, by the row's own form."""
+    """Convert a row to a sample: a conversation, a text, or tokens that another tool has made, with their media.
+
+    The row is read in the form (which columns hold what) of its source or, if the source has none, in its own form.
+    ``number``, counted from 0, is its number in the file. RowProblem if the row cannot be used.
+    """
     form, columns = _form_and_columns(row, source)
-    fields = Fields(row, columns)
-    inline = InlineMedia(source)  # the media of messages, added as these are read
+    fields = Fields(row, columns)  # reads columns by packtool's names
+    inline = InlineMedia(source)  # receives the media in messages while these are read
     content = formatted_prompt(form, fields, inline, source.prompt_format)
     if content is None:
         content = form.read(fields, inline)
@@ -121,8 +131,8 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     if isinstance(content, Segments):
         common |= {"control": content.control, "ends_text": content.ends_text}
         return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
-    is_text = form is TEXT or (common["tools"] is None and _is_pretraining_text(content, fields))
-    return _sample_of_turns(content, fields, inline, common, is_text=is_text)
+    looks_like_text = common["tools"] is None and _is_pretraining_text(content, fields)
+    return _sample_of_turns(content, fields, inline, common, is_text=form is TEXT or looks_like_text)
 
 
 def _is_pretraining_text(turns: Sequence[Turn], fields: Fields) -> bool:
@@ -157,7 +167,15 @@ def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedi
 def _sample_of_turns(
     turns: list[Turn], fields: Fields, inline: InlineMedia, common: Mapping[str, Any], *, is_text: bool
 ) -> Sample:
-    """Return a sample of turns with their media; ``is_text``: they need no chat template."""
+    """Make the sample of a row from its turns (messages), and match its media to their placeholders in the texts.
+
+    Args:
+        turns: the turns of the conversation; without a system turn, one may be added.
+        fields: the columns of the row.
+        inline: the media in its messages; ``media_of`` adds those in its columns.
+        common: fields of ``Sample`` that all forms have.
+        is_text: the turns need no chat template, as a pretraining text.
+    """
     source = inline.source
     responses: tuple[Response, ...] = ()
     if not is_text:
@@ -167,7 +185,9 @@ def _sample_of_turns(
     turns, num_marks_added = with_marks(turns, media)
     questions = [] if is_text else [turn.content for turn in turns if turn.role == "user"]
     lone_mark = missing_kind(turns, questions, media, fields, file_holds_media=source.holds_media)
-    all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
+    all_turns = list(turns)
+    for response in responses:
+        all_turns += response.turns
     return Sample(
         turns=tuple(turns),
         **_media_fields(media),
@@ -192,8 +212,12 @@ def _channel(fields: Fields) -> str | None:
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Raise DataError if no row can be used, and all rows that lack media seem to have them in one misnamed column."""
-    lone_marks: list[LoneMark] = []
+    """Check that the column with the media of a file's first rows does not merely have an unknown name.
+
+    Raises DataError if no row can be used, and all rows with a placeholder (``<image>``) but without media have a value
+    that looks like a medium in the same column. Other problems of rows are ignored: such rows are dropped later.
+    """
+    lone_marks: list[LoneMark] = []  # problems of rows that lack a medium
     for number, row in enumerate(rows):
         try:
             to_sample(row, source, number)
@@ -201,7 +225,7 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
         except LoneMark as problem:
             lone_marks.append(problem)
         except RowProblem:
-            pass  # the row is dropped later
+            pass
         except BaseException as error:
             unexpected_drop(source.label, number, error)  # raises it again unless the row may be its cause
     suspected_columns = {problem.column for problem in lone_marks}  # "" for a row without one
@@ -216,15 +240,16 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
 
 
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """Return the turns, with a system prompt in front if they have none: the column ``system``, or else ``--system``.
+    """Put a system prompt in front of the turns if they do not begin with one.
 
-    RowProblem unless the first turn (of roles other than system) is the user's.
+    It is the text in the column ``system`` of the row or, without this column, the prompt of ``source`` (``--system``);
+    the turns are unchanged if neither exists. RowProblem unless the first turn of another role is the user's.
     """
-    roles = [turn.role for turn in turns if turn.role != "system"]
-    if not roles:
+    other_roles = [turn.role for turn in turns if turn.role != "system"]
+    if not other_roles:
         raise RowProblem("empty_conversation", "the row has a system prompt but no other turn")
-    if roles[0] != "user":
-        raise RowProblem("role_order", f"the conversation begins with the role {roles[0]}, not user")
+    if other_roles[0] != "user":
+        raise RowProblem("role_order", f"the conversation begins with the role {other_roles[0]}, not user")
     if turns[0].role == "system":
         return turns
     system = fields.get("system")

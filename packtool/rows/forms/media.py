@@ -70,7 +70,11 @@ class InlineMedia:
 
 
 def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[MediaRef, ...]]:
-    """Return all media of a row by kind: those in its messages (``inline``), or those in its column for the kind."""
+    """Return all media of a row by kind: those in its messages (``inline``), or those in its column for the kind.
+
+    ``fields`` are the row's columns. RowProblem if a row has media of a kind in both, because their order is unknown,
+    or if a message has a place for a medium that neither has.
+    """
     media: dict[MediaKind, tuple[MediaRef, ...]] = {}
     for kind in MEDIA_KINDS:
         name = f"{kind}s"
@@ -102,9 +106,14 @@ def _refs_of_column(fields: Fields, name: str, kind: MediaKind, source: Source) 
 
 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
-    """Read a medium: a path, a URL, a data URI, base64, bytes, an object, or a list of the frames of a video.
+    """Read a medium in any notation; nothing is opened or downloaded.
 
-    ``position`` in a list is for messages; ``depth`` is the number of objects and lists around ``value``.
+    Args:
+        value: a path, a URL, a data URI, base64, bytes, an object with one of these and perhaps size limits, or a list
+            of the frames of a video.
+        source: the file of the row, to which paths are relative.
+        position: number of the medium in its list, for messages.
+        depth: number of objects and lists around ``value``.
     """
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:
@@ -176,9 +185,12 @@ def _fps(value: Mapping[str, Any]) -> Any:
 
 
 def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[int, ...]:
-    """Return the milliseconds of each frame of a video that is a list of frames; () if its object has no times."""
+    """Return the time of each frame of a video that is listed as frames, in milliseconds; () if it has no times.
+
+    ``value`` is the object of the video in the row, ``ref`` the video with its frames, and ``name`` is for messages.
+    """
     times, milliseconds_per_unit = _frame_times(name, value)
-    is_length_of_file = not ref.frames and not is_list(times)
+    is_length_of_file = not ref.frames and not is_list(times)  # ``seconds`` of a video file has another meaning
     if times is None or is_length_of_file:
         return ()
     if not is_list(times) or len(times) != len(ref.frames):
@@ -214,9 +226,15 @@ def _check_times(name: str, times: Sequence[Any], max_time: float) -> None:
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
-    """Return (key, value) of the size limits in a medium's object; ``name`` is for messages."""
+    """Return (key, value) of the size limits in the object of a medium, such as ("max_pixels", 100352.0).
+
+    Args:
+        value: the object in the row.
+        name: the medium in messages.
+        has_frames: the medium is a video that is listed as frames; their rate ``fps`` is then no limit.
+    """
     unsupported_keys = UNSUPPORTED_LIMITS if kind == "video" else (*UNSUPPORTED_LIMITS, *CLIP_KEYS)
-    fps_is_limit = not has_frames and not is_measured(value)  # else it is the rate of frames that are chosen already
+    fps_is_limit = not has_frames and not is_measured(value)  # measured videos have their chosen frames
     for key in unsupported_keys:
         if value.get(key) is not None:
             supported = ", ".join(LIMITS[kind]) or "none"
@@ -257,7 +275,11 @@ def _frame_rate(name: str, value: Any, reason: str) -> float:
 
 
 def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
-    """Return a video restricted to its clip from ``video_start`` to ``video_end`` (seconds), if the object has one."""
+    """Restrict a video to a section of it, from ``video_start`` to ``video_end`` seconds, if its object has these keys.
+
+    ``value`` is the object of the video in the row, and ``name`` is for messages. A missing key leaves the video's own
+    start or end.
+    """
     bounds = {key: value[key] for key in CLIP_KEYS if value.get(key) is not None}
     if not bounds:
         return ref
@@ -268,9 +290,10 @@ def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
     for key, number in seconds.items():
         if number is None or number < 0:
             raise RowProblem("invalid_media", f"{name} has {shown(bounds[key])} as {key}, not a number of seconds")
-    start, end = (seconds.get(key) for key in CLIP_KEYS)
-    if end is not None and end <= (start or 0.0):
-        raise RowProblem("invalid_media", f"{name} has a clip from {start or 0:g} s to {end:g} s")
+    start, end = (seconds.get(key) for key in CLIP_KEYS)  # None for a missing key
+    start_or_zero = start or 0.0
+    if end is not None and end <= start_or_zero:
+        raise RowProblem("invalid_media", f"{name} has a clip from {start_or_zero:g} s to {end:g} s")
     return replace(ref, clip=(start, end))
 
 
@@ -430,9 +453,18 @@ def missing_kind(
     *,
     file_holds_media: bool,
 ) -> str:
-    """Return the first kind whose mark, such as ``<image>``, is in a question of a row without such media, or "".
+    """Find a kind of media whose mark, such as ``<image>``, is in a question of a row that has no such media.
 
-    LoneMark if a column seems to contain the media. If neither file nor row could hold any, marks are plain text.
+    Args:
+        turns: all turns of the row.
+        questions: texts of the user's turns; marks in other turns are plain text.
+        media: media of the row by kind.
+        fields: columns of the row.
+        file_holds_media: whether any of the first rows of the file could hold media.
+
+    Returns:
+        The kind; "" if there is none, or if neither the file nor the row could hold media, so that marks are plain
+        text. LoneMark if the column for such media is empty, or a column with an unknown name seems to contain them.
     """
     if not any("<" in turn.content for turn in turns):
         return ""  # without marks

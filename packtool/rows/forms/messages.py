@@ -10,22 +10,17 @@ with a mark in place of each medium. A row without an answer may have several ac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from packtool.constants import ROLES
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, finite, is_list, listed, parse_cell, shown
-from packtool.rows.forms.media import CLIP_KEYS, LIMITS, UNSUPPORTED_LIMITS, InlineMedia
+from packtool.rows.forms.media import InlineMedia
+from packtool.rows.forms.parts import Content, as_call, content_of, first_value
 from packtool.rows.sample import Response, Turn
 from packtool.rows.source import Pairs, Source
-
-_TEXT_TYPES = ("text", "input_text", "output_text")
-_MEDIA_TYPES = {name: kind for kind in LIMITS for name in (kind, f"{kind}_url", f"input_{kind}")}
-_PART_TYPES = {*_TEXT_TYPES, *_MEDIA_TYPES}
-_MEDIUM_KEYS = ("source", "url", "path", "bytes", "data", "file", "value")
 
 
 @dataclass(frozen=True)
@@ -44,154 +39,6 @@ class RowForm:
     shown: str
     fits: Callable[[Columns, str | None], bool]
     read: Callable[[Fields, InlineMedia], Any]
-
-
-@dataclass
-class Content:
-    """The content of a message: text with marks in place of media, and ``thinking`` parts as ``reasoning``.
-
-    ``tool_calls`` are Anthropic's ``tool_use`` parts; ``results`` are its ``tool_result`` turns and precede the text.
-    ``trained`` has the flags ``train`` of text parts, as in axolotl; None for a part without one.
-    """
-
-    text: str = ""
-    tool_calls: list[Any] = field(default_factory=list)
-    reasoning: str = ""
-    results: list[Turn] = field(default_factory=list)
-    trained: set[Any] = field(default_factory=set)
-
-
-def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
-    """Read the content of a message: text, a number, or a list of parts, whose media are added to ``inline``.
-
-    The result of a tool (``is_tool``) may also be another JSON value, which becomes JSON text.
-    """
-    if isinstance(value, str):
-        return Content(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):  # some columns have both texts and numbers
-        if isinstance(value, float) and finite(value) is None:  # NaN or infinity
-            raise RowProblem("invalid_content", f"{label} has the number {value} as content, which is not text")
-        return Content(str(value))
-    if _is_parts(value, is_tool=is_tool):
-        content = Content()
-        for part in value:
-            _add_part(content, label, part, inline)
-        return content
-    if is_tool and value is not None:
-        try:
-            return Content(json.dumps(value, ensure_ascii=False, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise RowProblem("invalid_content", f"{label} cannot be written as JSON: {error}") from error
-    kind = "null" if value is None else f"a {type(value).__name__}"
-    raise RowProblem("invalid_content", f"{label} has {kind} as content, not text")
-
-
-def _is_parts(value: Any, *, is_tool: bool) -> bool:
-    """Return whether a message's content is a list of parts; objects of unknown types are the result of a tool."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(part, (str, Mapping)) for part in value):
-        return False
-    return not is_tool or all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)
-
-
-def _type_of(part: Mapping[str, Any]) -> str:
-    """Return the type of a content part; if it has no ``type``, the first of its keys that is the name of a type."""
-    kind = part.get("type")
-    if kind is None:
-        kind = next((key for key in (*_TEXT_TYPES, *_MEDIA_TYPES) if key in part), "")
-    return str(kind)
-
-
-def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
-    """Add a part of a message to its content, and a medium in it to ``inline``; ``label`` names it in errors."""
-    if isinstance(part, str):
-        content.text += part
-        return
-    kind = _type_of(part)
-    if kind in _TEXT_TYPES:
-        value = _first_value(part, (kind, "text", "content", "value"))
-        content.text += _text_of_part(label, kind, value)
-        content.trained.add(_train_flag(label, part))
-    elif kind in _MEDIA_TYPES:
-        content.text += inline.add(_MEDIA_TYPES[kind], _medium_of_part(label, kind, part))
-    elif kind in ("thinking", "reasoning"):
-        content.reasoning += _text_of_part(label, kind, _first_value(part, (kind, "value")))
-    elif kind in ("tool_call", "tool_use", "tool_result"):
-        _add_tool_part(content, label, part, inline)
-    elif kind != "redacted_thinking":  # this is encrypted, so it cannot be trained
-        raise RowProblem("invalid_content", f"{label} has a part of type {shown(kind)}; its keys are: {listed(part)}")
-
-
-def _add_tool_part(content: Content, label: str, part: Mapping[str, Any], inline: InlineMedia) -> None:
-    """Add the calls, or the result, in a part of a message to its content."""
-    kind = _type_of(part)
-    if kind == "tool_call":
-        content.tool_calls += _calls_of_part(label, part)
-    elif kind == "tool_use":
-        content.tool_calls.append(_call_of_tool_use(label, part))
-    else:
-        result = _result_turn(label, part, inline)
-        if content.text:  # the turn of the result comes before the message's own
-            raise RowProblem("invalid_content", f"{label} has a tool_result after text; it must come before the text")
-        content.results.append(result)
-
-
-def _train_flag(label: str, part: Mapping[str, Any]) -> Any:
-    """Return whether a text part is trained, as in axolotl: true, false, or None if it does not say."""
-    is_trained = _first_value(part, ("train", "weight"))
-    if is_trained not in (None, 0, 1):  # true and false are equal to 1 and 0
-        detail = f"{label} has a text part with train {shown(is_trained)}; it must be true or false"
-        raise RowProblem("invalid_row", detail)
-    return is_trained
-
-
-def _calls_of_part(label: str, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the calls in a part of LLaMA-Factory's v1 format: one call or a list of calls, perhaps as JSON text."""
-    calls = part.get("value")
-    if isinstance(calls, str):
-        calls = parse_cell(calls, "invalid_tool_call", f"a tool_call part of {label} is not JSON")
-    return [_as_call(label, call) for call in (calls if isinstance(calls, list) else [calls])]
-
-
-def _call_of_tool_use(label: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the call in a part of Anthropic's format."""
-    if not isinstance(part.get("name"), str):
-        raise RowProblem("invalid_tool_call", f"{label} has a tool_use part without a name")
-    function = {"name": part["name"], "arguments": part.get("input") or {}}
-    return {"id": part.get("id"), "type": "function", "function": function}
-
-
-def _result_turn(label: str, part: Mapping[str, Any], inline: InlineMedia) -> Turn:
-    """Return the turn of a tool result in Anthropic's format."""
-    value = part.get("content")
-    result = content_of(f"the tool_result of {label}", "" if value is None else value, inline, is_tool=True)
-    extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
-    return Turn("tool", result.text, extra)
-
-
-def _text_of_part(label: str, kind: str, value: Any) -> str:
-    """Return the text of a content part of type ``kind``, whose ``value`` was found under one of its usual keys."""
-    if isinstance(value, Mapping):
-        value = value.get("value")  # OpenAI's Assistants API writes {"value": text}
-    if not isinstance(value, str):
-        raise RowProblem("invalid_content", f"{label} has a {type(value).__name__} in a {kind} part, not text")
-    return value
-
-
-def _medium_of_part(label: str, part_type: str, part: Mapping[str, Any]) -> Any:
-    """Return the medium of a part, with its limits and clip, for ``media_ref``; None if the row's columns have it."""
-    kind = _MEDIA_TYPES[part_type]
-    value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_MEDIUM_KEYS) if part.get(key)), None)
-    limit_keys = (*LIMITS[kind], *UNSUPPORTED_LIMITS, *CLIP_KEYS, "seconds")
-    limits = {key: part[key] for key in limit_keys if part.get(key) is not None}
-    if isinstance(value, Mapping):
-        if value.get("type") == "base64" or (part_type == "input_audio" and "data" in value):
-            if not isinstance(value.get("data"), str):
-                raise RowProblem("invalid_media", f"{label} has a part of type {part_type} without data")
-            return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
-        return {**limits, **value}
-    if limits and value:
-        return {**limits, "path" if isinstance(value, str) else "frames": value}
-    return value
 
 
 _CALL = "tool_call"
@@ -246,13 +93,17 @@ def _tags_of(pairs: Pairs) -> _Tags:
 
 
 def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
-    """Return the turns of a list of messages, and add media in their contents to ``inline``."""
+    """Convert a list of messages to turns, and add the media in their contents to ``inline``.
+
+    A message is an object with a role and a content under various names, or a pair of question and answer. Consecutive
+    tool calls become one turn, together with the assistant's text before them. RowProblem for other values.
+    """
     if not is_list(messages) or not messages:
         problem = "is empty" if not messages else f"is a {type(messages).__name__}, not a list of messages"
         raise RowProblem("empty_conversation", f"'messages' {problem}")
-    tags = _tags_of(inline.source.tags)
+    tags = _tags_of(inline.source.tags)  # names of roles and keys in this file
     turns: list[Turn] = []
-    is_after_call = False
+    is_after_call = False  # the last message was a tool call
     for i, message in enumerate(messages):
         plain_turn = _plain_turn(message, tags)  # the fast path of most messages
         if plain_turn is not None:
@@ -271,7 +122,7 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
 
 
 def _role_of(label: str, message: Mapping[str, Any], tags: _Tags) -> str:
-    role_name = _first_value(message, tags.role_keys)
+    role_name = first_value(message, tags.role_keys)
     role = tags.roles.get(_normalized(role_name)) if isinstance(role_name, str) else None
     if role is None:
         detail = f"{label} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
@@ -301,7 +152,11 @@ def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
 
 
 def _split_pair(label: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (label for errors, message): one, or several if the object is a pair of question and answer."""
+    """Yield (label for errors, message): one message, or several if the object is a pair of question and answer.
+
+    ``{"human": "1 + 1", "assistant": "2"}`` becomes ``{"from": "user", "value": "1 + 1"}`` and another message, with
+    the keys that ``tags`` has for role and content. A message may be JSON text.
+    """
     if isinstance(message, str):
         message = parse_cell(message, "invalid_row", f"{label} is text, but not JSON")
     if not isinstance(message, Mapping):
@@ -309,17 +164,14 @@ def _split_pair(label: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Ma
     if any(key in message for key in tags.role_keys):
         yield label, message
         return
-    pair = [(role, key) for role, keys in _PAIR_KEYS for key in keys if message.get(key) is not None]
-    if not pair:
+    roles_and_keys = [(role, key) for role, keys in _PAIR_KEYS for key in keys if message.get(key) is not None]
+    if not roles_and_keys:
         detail = f"{label} has no {' or '.join(tags.role_keys)}; its keys are: {listed(message)}"
         raise RowProblem("unknown_role", detail)
-    for role, key in pair:
-        if role != "system" or message[key]:  # every pair of a file may have this key, usually empty
+    for role, key in roles_and_keys:
+        is_empty_system = role == "system" and not message[key]  # every pair of a file may have this key
+        if not is_empty_system:
             yield f"{label} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
-
-
-def _first_value(message: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
 def _normalized(role: str) -> str:
@@ -329,12 +181,18 @@ def _normalized(role: str) -> str:
 def _turns_of_message(
     label: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags
 ) -> list[Turn]:
-    """Return the turns of the tool results in a message, then its own turn unless it has only results."""
-    extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
+    """Return the turns of a message: those of tool results in its parts, then its own, unless it has only results.
+
+    Args:
+        label: the message in errors.
+        inline: receives the media in the content.
+        tags: names of roles and keys in this file.
+    """
+    extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}  # for the chat template
     calls = _tool_calls(label, message)
-    value = _first_value(message, tags.content_keys)
+    value = first_value(message, tags.content_keys)
     if value is None and (calls or _has_reasoning(extra)):
-        value = ""
+        value = ""  # such a message needs no content
     content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
     calls += content.tool_calls
     if calls:
@@ -344,7 +202,8 @@ def _turns_of_message(
     has_own_content = content.text or calls or _has_reasoning(extra)
     if content.results and not has_own_content:
         return content.results
-    return [*content.results, Turn(role, content.text, extra, *_loss_of_content(label, message, content))]
+    loss, loss_scale = _loss_of_content(label, message, content)
+    return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
 
 
 def _has_reasoning(extra: Mapping[str, Any]) -> bool:
@@ -367,7 +226,7 @@ def _tool_calls(label: str, message: Mapping[str, Any]) -> list[Any]:
     if isinstance(calls, str):
         calls = parse_cell(calls, "invalid_row", f"tool_calls of {label} is text, but not JSON") if calls else None
     if not calls and message.get("function_call"):
-        return [_as_call(label, message["function_call"])]  # predecessor of tool_calls in OpenAI's format
+        return [as_call(label, message["function_call"])]  # predecessor of tool_calls in OpenAI's format
     if not calls:
         return []
     if not isinstance(calls, Sequence):
@@ -378,22 +237,12 @@ def _tool_calls(label: str, message: Mapping[str, Any]) -> list[Any]:
 
 def _call_turn(label: str, message: Mapping[str, Any], tags: _Tags) -> Turn:
     """Return the turn of a message whose content is a call or a list of calls, perhaps as JSON text."""
-    value = _first_value(message, tags.content_keys)
+    value = first_value(message, tags.content_keys)
     if isinstance(value, str):
         value = parse_cell(value, "invalid_tool_call", f"{label} is a tool call, but not JSON")
     calls = value if isinstance(value, list) else [value]
-    extra = {"tool_calls": [_as_call(label, call) for call in calls]}
+    extra = {"tool_calls": [as_call(label, call) for call in calls]}
     return Turn("assistant", "", extra, *_loss(label, message))
-
-
-def _as_call(label: str, call: Any) -> dict[str, Any]:
-    """Convert a call to the format of OpenAI's ``tool_calls``."""
-    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
-        return dict(call)
-    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise RowProblem("invalid_tool_call", f"{label} has a tool call without a function name: {shown(call)}")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
 
 def _with_calls(turn: Turn, call_turn: Turn) -> Turn:
@@ -408,21 +257,26 @@ def _with_calls(turn: Turn, call_turn: Turn) -> Turn:
 
 
 def _loss(label: str, message: Mapping[str, Any]) -> tuple[bool | None, float | None]:
-    """Return ``loss`` (``weight`` in OpenAI's format, ``train`` in axolotl's) and ``loss_scale``; None if missing.
+    """Return whether a message is trained, and the loss weight of its tokens; None for each that it does not set.
 
-    ``loss_weight`` of LLaMA-Factory's v1 format is both.
+    The first is ``loss`` (``weight`` in OpenAI's format, ``train`` in axolotl's), the second ``loss_scale``.
+    ``loss_weight`` of LLaMA-Factory's v1 format sets both: 0 is (False, None), 1 is (True, None), 2 is (True, 2.0).
     """
     if message.get("train_detail"):
         detail = f"{label} has train_detail, which trains a part of its text; packtool trains or masks entire messages"
         raise RowProblem("invalid_row", f"{detail}: use segments, or one message for each part")
-    loss, scale = _first_value(message, ("loss", "weight", "train")), message.get("loss_scale")
     if message.get("loss_weight") is not None:
         weight = _weight(f"{label} has loss_weight", message["loss_weight"])
-        return weight > 0, None if weight in (0, 1) else weight
+        is_default = weight in (0, 1)
+        return weight > 0, None if is_default else weight
+    loss = first_value(message, ("loss", "weight", "train"))
     if loss not in (None, 0, 1):  # true and false are equal to these
         raise RowProblem("invalid_row", f"{label} has loss {shown(loss)}; it must be true or false")
-    scale = None if scale is None else _weight(f"{label} has loss_scale", scale)
-    return None if loss is None else bool(loss), scale
+    is_trained = None if loss is None else bool(loss)
+    loss_scale = message.get("loss_scale")
+    if loss_scale is None:
+        return is_trained, None
+    return is_trained, _weight(f"{label} has loss_scale", loss_scale)
 
 
 def _weight(what: str, value: Any) -> float:

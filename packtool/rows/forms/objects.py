@@ -30,7 +30,11 @@ _DEFAULT_UNIT: BboxType = "real"  # pixels
 
 
 def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Objects | None:
-    """Read the columns ``objects`` and ``bbox_type`` of a row; None if they have no effect on its ``turns``."""
+    """Read the columns ``objects`` and ``bbox_type`` of a row; None if they have no effect on its ``turns``.
+
+    They have the names and boxes for the placeholders ``<ref-object>`` and ``<bbox>`` in the texts, of which the texts
+    must have equally many, and the unit of coordinates. ``num_images`` is the number of images of the row.
+    """
     value = fields.parsed("objects")
     row_unit = fields.get("bbox_type")
     if not value:
@@ -56,18 +60,26 @@ def _unit_of_json_boxes(row_unit: Any, turns: Sequence[Turn]) -> Objects | None:
 
 
 def corners_of(value: Any, label: str, unit: BboxType) -> tuple[float, ...]:
-    """Return the coordinates of region ``label``; RowProblem if one is negative or too large for ``unit``."""
+    """Read the corners of a region of an image: [x, y] is a point, [x1, y1, x2, y2] a box, a longer list a polygon.
+
+    Args:
+        value: the list in the row.
+        label: the region in messages.
+        unit: ``norm1`` allows coordinates from 0 to 1, ``norm1000`` to 1,000; ``real``, pixels, has no limit here.
+    """
     if not is_list(value) or len(value) < 2 or len(value) % 2:
         raise RowProblem("invalid_objects", f"{label} is {shown(value)}, not a list with x and y of each corner")
     numbers = tuple(map(finite, value))
     if any(number is None for number in numbers):
         raise RowProblem("invalid_objects", f"{label} is {shown(value)}; all values must be numbers")
     corners = tuple(number for number in numbers if number is not None)
-    if len(corners) == 4 and (corners[2] < corners[0] or corners[3] < corners[1]):
+    is_box = len(corners) == 4
+    if is_box and (corners[2] < corners[0] or corners[3] < corners[1]):
         detail = f"{label} is {shown(value)}; the second corner must be to the right of and below the first"
         raise RowProblem("invalid_objects", detail)
     limit = _MAX_COORDINATES.get(unit)
-    if min(corners) < -ROUNDING or (limit is not None and max(corners) > limit * (1 + ROUNDING)):
+    is_too_large = limit is not None and max(corners) > limit * (1 + ROUNDING)
+    if min(corners) < -ROUNDING or is_too_large:
         rule = f"coordinates with bbox_type {unit} must be 0 to {limit:g}" if limit else "coordinates must be 0 or more"
         raise RowProblem("box_outside", f"{label} is {shown(value)}; {rule}")
     return corners

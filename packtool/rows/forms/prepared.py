@@ -41,17 +41,21 @@ def _fits(columns: Columns, formatting: str | None) -> bool:
 
 
 def _read_tokens(fields: Fields, _: InlineMedia) -> PreparedTokens:
-    """Read the tokens of a row without padding, their targets and weights, and the samples of a pack."""
+    """Read a row that another tool has tokenized: its tokens without padding, their targets and their loss weights.
+
+    A row may be a pack of several samples. Columns have a value for each of the L tokens of the row, padding included.
+    RowProblem if they contradict each other.
+    """
     ids = _column(fields, "input_ids", None)
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "'input_ids' is empty")
     mask = _column(fields, "attention_mask", len(ids), takes_bools=True)
-    is_token = np.ones(len(ids), bool) if mask is None else _kept_by_mask(mask)
-    boundaries = _boundaries(fields, mask, is_token)
-    kept = _without_single_tokens(boundaries, is_token)
-    is_first = _check_boundaries(boundaries, kept)
-    trained = _target_mask(fields, ids, is_first)
-    weights = _weights(fields, len(ids))
+    is_token = np.ones(len(ids), bool) if mask is None else _kept_by_mask(mask)  # not padding, (L,)
+    boundaries = _boundaries(fields, mask, is_token)  # each sample's first token, by the column that says so
+    kept = _without_single_tokens(boundaries, is_token)  # (L,)
+    is_first = _check_boundaries(boundaries, kept)  # each sample's first token, on which all columns agree, (L,)
+    trained = _target_mask(fields, ids, is_first)  # targets, (L,), or None
+    weights = _weights(fields, len(ids))  # (L,), or None
     starts = np.flatnonzero(_starts_sample(is_first, kept))  # of the samples, as indexes into the kept tokens
     _check_padding(kept, starts)
     return PreparedTokens(
@@ -99,10 +103,15 @@ def _check_padding(kept: _Bools, starts: _Ints) -> None:
 
 
 def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
-    """Return the mask of the samples' first tokens, bool (L,), for each column that has boundaries, by its name.
+    """Find where the samples of a row begin, in every column that says so: several may, in different ways.
 
-    A row without such a column is a single sample, with the name "". ``mask`` is ``attention_mask``, int64 (L,);
-    ``kept`` is true for tokens that are not padding, bool (L,).
+    Args:
+        mask: ``attention_mask``, int64 (L,); None if the row has none. It may number the samples: [1, 1, 2, 2, 2, 0].
+        kept: true for tokens that are not padding, bool (L,).
+
+    Returns:
+        The mask of the samples' first tokens, bool (L,), by the name of the column; a row without such a column is a
+        single sample, with the name "".
     """
     length = len(kept)
     kept_indices = np.flatnonzero(kept)
@@ -133,14 +142,19 @@ def _listed_starts(fields: Fields, length: int) -> dict[str, _Ints]:
 
 
 def _sample_starts(name: str, values: _Ints, length: int) -> _Ints:
-    """Return the first tokens of all samples from the column ``name`` of a row of L tokens."""
-    edges = values
+    """Return the first tokens of all samples of a row from a column that lists these or the samples' lengths.
+
+    Samples of 3 and 2 tokens are ``seq_lengths`` [3, 2], ``cu_seqlens`` [0, 3, 5] or ``seq_start_id`` [0, 3], and the
+    result is [0, 3]. ``name`` is the name of the column, ``length`` the number of tokens of the row.
+    """
+    edges = values  # of cu_seqlens
     if name == "seq_lengths":
         edges = np.cumsum([0, *values])
     elif name == "seq_start_id":
         edges = np.append(values, length)
     # max() catches sums of huge numbers that overflowed.
-    if edges[0] != 0 or edges[-1] != length or edges.max() > length or (np.diff(edges) < 0).any():
+    is_ascending = (np.diff(edges) >= 0).all() and edges.max() <= length
+    if edges[0] != 0 or edges[-1] != length or not is_ascending:
         detail = f"{name!r} must increase from 0 to {length:,}, the number of tokens in the row"
         if name == "seq_lengths":
             detail = f"the sum of {name!r} is {sum(values.tolist()):,}, but the row has {length:,} tokens"
@@ -243,20 +257,24 @@ def _channels(fields: Fields, is_first: _Bools, kept: _Bools) -> tuple[str | Non
 
 
 def _target_mask(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
-    """Return the tokens that ``labels`` and all mask columns mark as targets, bool (L,); None without such columns."""
+    """Return which tokens are targets, bool (L,): those that ``labels`` and all columns with masks mark.
+
+    None if the row has no such column, so that all tokens are targets. ``ids`` are the L tokens of the row, and
+    ``is_first``, bool (L,), is true for the first token of each sample.
+    """
     length = len(ids)
-    labels = _column(fields, "labels", length)
-    masks = [_mask(fields, name, length) for name in _TARGET_MASKS]
-    masks.append(_nemo_mask(fields, is_first))
-    if labels is None and all(mask is None for mask in masks):
+    labels = _column(fields, "labels", length)  # the token itself, or -100 where it is no target
+    possible_masks = [_mask(fields, name, length) for name in _TARGET_MASKS]
+    possible_masks.append(_nemo_mask(fields, is_first))
+    masks = [mask for mask in possible_masks if mask is not None]
+    if labels is None and not masks:
         return None
     trained = np.ones(length, bool)
     if labels is not None:
         trained = labels != IGNORE_INDEX
         _check_labels(ids, labels, trained)
     for mask in masks:
-        if mask is not None:
-            trained &= mask != 0
+        trained &= mask != 0
     return trained
 
 
@@ -293,8 +311,9 @@ def _check_labels(ids: _Ints, labels: _Ints, trained: npt.NDArray[np.bool_]) -> 
     differences = np.flatnonzero(trained & (labels != ids))
     if not len(differences):
         return
-    has_label = trained[:-1]
-    if has_label.any() and (labels[:-1][has_label] == ids[1:][has_label]).all():
+    has_label = trained[:-1]  # of all tokens but the last, which has no next token
+    next_tokens = ids[1:][has_label]
+    if has_label.any() and (labels[:-1][has_label] == next_tokens).all():
         detail = "each label is the next token, so the labels are already shifted"
         detail = f"{detail}; each label must be at its own token, because the loss shifts them"
         raise RowProblem("labels_shifted", detail)

@@ -13,7 +13,8 @@ from typing import Any
 
 from packtool.rows.forms.columns import Columns, Fields, RowProblem, is_list, shown
 from packtool.rows.forms.media import InlineMedia
-from packtool.rows.forms.messages import ALPACA, QUERY, RowForm, content_of
+from packtool.rows.forms.messages import ALPACA, QUERY, RowForm
+from packtool.rows.forms.parts import content_of
 from packtool.rows.sample import Turn
 
 
@@ -82,10 +83,17 @@ SEGMENTS = RowForm(
 def formatted_prompt(
     form: RowForm, fields: Fields, inline: InlineMedia, prompt_format: tuple[str, ...]
 ) -> Segments | None:
-    """Return the question of a row, written in ``prompt_format``, and its answer; None if no format applies.
+    """Write the question of a row in a prompt format, which replaces the chat template, and return it with its answer.
 
-    ``prompt_format``: a format for questions with an input and one for those without, or one for both, or none. Media
-    in the texts are added to ``inline``.
+    Args:
+        form: form of the row; formats apply to the forms ``alpaca`` and ``query`` only.
+        fields: columns of the row.
+        inline: receives the media in the texts.
+        prompt_format: texts with ``{instruction}``, ``{input}`` and ``{system}``: one for questions with an input and
+            one for those without, or one for both, or none.
+
+    Returns:
+        None if no format applies, so that the chat template is used.
     """
     if not prompt_format or form not in (ALPACA, QUERY):
         return None
@@ -95,9 +103,9 @@ def formatted_prompt(
         return None
     if fields.get("history") is not None:
         raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
-    texts = _texts_of_question(question_name, fields, inline)
+    texts = _texts_of_question(question_name, fields, inline)  # by their names in a format
     text_format = prompt_format[0] if texts["input"] else prompt_format[-1]
-    prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
+    prompt = _NAMES.sub(lambda name: texts[name[1]], text_format)
     turns = [Turn("user", prompt), Turn("assistant", _text_of(answer_name, answer, inline))]
     control_tokens = frozenset(_CONTROL.findall(text_format))
     return Segments(turns, control_tokens, ends_text=True)
