@@ -157,7 +157,7 @@ class Source(SourceSpec):
 
     @cached_property
     def media_policy(self) -> MediaPolicy:
-        """Which files and URLs the rows of this source may name as media, because rows may be untrusted.
+        """Rules for the files and URLs that the rows of this source may name as media, because rows may be untrusted.
 
         By default, media must be in the folder of the file of rows or in ``media_root``, or on the remote stores
         (buckets, web servers) of these two. ``media_access`` may also allow all local files, or everything.
