@@ -194,7 +194,11 @@ class _Export:
         self.executor.check_ready(wait_s=None)
 
     def _make_tasks(self) -> None:
-        """Scan the sources, print notes about them, and set ``sources``, ``tasks`` and ``has_parts``."""
+        """Scan the files of rows, print notes about them, and divide their rows into tasks.
+
+        Sets ``sources`` (what the manifest records of the files), ``tasks``, and ``has_parts`` (rows may become several
+        samples). DataError if there are no rows.
+        """
         config = self.config
         scanned_sources = _scan(self.specs, config.seed, self.progress, self.executor)
         self.sources = tuple(_source_info(scanned) for scanned in scanned_sources)
@@ -206,7 +210,7 @@ class _Export:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
         self._warn_of_refused_media(scanned_sources)
         close_readers()  # of this process; each worker opens its own
-        # Rows become several samples (parts) if their turns are expanded, or if they have several responses.
+        # Rows become several samples (parts) if each of their turns becomes a sample, or each of several responses.
         expands_turns = "expand_turns" in self.identity.spec  # recorded only if it is true
         used_columns = (dict(source.columns) for task in self.tasks for source, _ in task.row_blocks)
         self.has_parts = expands_turns or any("responses" in columns for columns in used_columns)
@@ -234,36 +238,48 @@ class _Export:
         )
 
     def _count(self) -> ExportSummary:
-        """Encode all rows and write nothing."""
-        results = self._run_tasks(self.tasks, {}, self._task_settings(directory=None), lambda: None)
-        ordered = [results[task.number] for task in self.tasks]
-        ordered, self.findings = output_dir.compare_rows(None, ordered, self.held_out, self.config)
-        manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
+        """Encode all rows and write nothing (``--dry-run``); return the counts of the cache that would be written."""
+        results_by_task = self._run_tasks(self.tasks, {}, self._task_settings(directory=None), lambda: None)
+        results = [results_by_task[task.number] for task in self.tasks]
+        results, self.findings = output_dir.compare_rows(None, results, self.held_out, self.config)
+        manifest = output_dir.build_manifest(self.identity, self.sources, results)
         if self.drops is None:
-            output_dir.refuse_empty(manifest, ordered, None)
+            output_dir.refuse_empty(manifest, results, None)
         else:
-            self.drops.extend(line for result in ordered for line in result.drops)
-        return self._summary(manifest, ordered, {}, f"{DROPPED_NAME} of a run without --dry-run")
+            self.drops.extend(line for result in results for line in result.drops)
+        return self._summary(manifest, results, {}, f"{DROPPED_NAME} of a run without --dry-run")
 
     def _write(self, directory: str, lock: DirectoryLock) -> ExportSummary:
-        """Write the cache, or this part of a job array; the part that finishes last publishes the cache."""
-        is_part = self.config.is_part
-        reused, export_id = self._begin(directory)
+        """Encode the rows of an export, and publish the cache when all tasks are finished.
+
+        A task encodes some of the rows and writes them to its own files. In a job array, several runs ("parts") share
+        the tasks of one export. Each part runs its own tasks, and a part that finds all tasks finished publishes the
+        cache.
+
+        Returns:
+            The summary of the cache, or of this part if tasks of other parts are still missing.
+        """
+        reused_results, export_id = self._begin(directory)  # results of an interrupted earlier run, by task number
         settings = self._task_settings(directory, export_id, lock)
-        results = self._run_tasks(self.tasks, reused, settings, lock.check_last_renewal)
-        if is_part:  # add the results that other parts of the job array have written
-            results = output_dir.finished_tasks(directory, export_id)
-        missing = [task.number for task in self.tasks if task.number not in results]
-        if missing:
-            return self._summary_of_published(directory) or self._unfinished_summary(results, reused, missing)
-        ordered = [results[task.number] for task in self.tasks]
+        results = self._run_tasks(self.tasks, reused_results, settings, lock.check_last_renewal)
+        if self.config.is_part:
+            results = output_dir.finished_tasks(directory, export_id)  # of all parts
+
+        missing_tasks = [task.number for task in self.tasks if task.number not in results]
+        if missing_tasks:
+            # Publishing removes the results of tasks: perhaps another part has just published the cache.
+            published_summary = self._summary_of_published(directory)
+            return published_summary or self._unfinished_summary(results, reused_results, missing_tasks)
+
+        results_in_order = [results[task.number] for task in self.tasks]
         try:
-            return self._publish(directory, lock, ordered, reused)
+            return self._publish(directory, lock, results_in_order, reused_results)
         except (StorageError, MismatchError):
-            summary = self._summary_of_published(directory)
-            if summary is None:
+            # Another part may have published the same cache meanwhile: that is no failure.
+            published_summary = self._summary_of_published(directory)
+            if published_summary is None:
                 raise
-            return summary
+            return published_summary
 
     def _begin(self, directory: str) -> tuple[dict[int, TaskResult], str]:
         """Prepare the directory; return the results that an interrupted run has left, and the export's identifier."""
@@ -336,8 +352,9 @@ class _Export:
     def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
         """Recreate the damaged files of a cache, given by paths such as ``train/index.arrow``.
 
-        Tasks with a damaged shard run again, which gives the same bytes; index and prefixes are then rebuilt.
-        Raises a MismatchError if a recreated file differs from the original.
+        Tasks with a damaged shard run again in a temporary directory, which gives the same bytes, and the shard is
+        copied to the cache; damaged indexes and prefixes are then rebuilt from the shards. Raises a MismatchError if a
+        recreated file differs from the original, by its SHA-256 in the manifest.
         """
         scratch = storage.join(directory, TASKS_DIR, "repair")
         storage.remove(scratch)

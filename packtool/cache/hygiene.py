@@ -92,44 +92,58 @@ class HeldOut:
         return HeldOut, (self.keys, self.numbers)  # all that tasks need
 
     def match(self, rows: Sequence[list[EncodedSample]], prompts: Hashes) -> IntArray:
-        """Return the number of an overlapping question for each of R rows, (R,), -1 for none; ``prompts``: (R,)."""
+        """Find the rows that overlap with a held-out question: by 13 consecutive tokens (an n-gram), or by the prompt.
+
+        Args:
+            rows: the samples of each of R rows.
+            prompts: hash of the prompt of each row, (R,).
+
+        Returns:
+            The number of a question for each row, an element of ``questions``, int32 (R,); -1 for none. The prompt
+            takes precedence.
+        """
         row_of_sample = [i for i, row in enumerate(rows) for _ in row]
         ids_of_samples = [sample.input_ids for row in rows for sample in row]
-        ends = np.cumsum([len(ids) for ids in ids_of_samples])
+        sample_ends = np.cumsum([len(ids) for ids in ids_of_samples])  # in the joined tokens of all samples
         matches = np.full(len(rows), -1, np.int32)
-        for start, number in self._find(ngram_hashes(np.concatenate(ids_of_samples))):
-            sample = int(np.searchsorted(ends, start, side="right"))
-            if start + _NGRAM <= ends[sample]:  # all tokens are of this sample
-                matches[row_of_sample[sample]] = number
-        for i, number in self._find(prompts):
-            matches[i] = number
+        for start, question in self._find(ngram_hashes(np.concatenate(ids_of_samples))):
+            sample = int(np.searchsorted(sample_ends, start, side="right"))
+            is_in_one_sample = start + _NGRAM <= sample_ends[sample]
+            if is_in_one_sample:
+                matches[row_of_sample[sample]] = question
+        for i, question in self._find(prompts):
+            matches[i] = question
         return matches
 
     def _find(self, hashes: Hashes) -> Iterator[tuple[int, int]]:
         """Return the index of each hash that a question has, and the question's number."""
-        candidates = np.flatnonzero(self._may_match[hashes >> self._shift])
+        candidates = np.flatnonzero(self._may_match[hashes >> self._shift])  # excludes nearly all hashes
         positions = np.minimum(np.searchsorted(self.keys, hashes[candidates]), len(self.keys) - 1)
         is_key = self.keys[positions] == hashes[candidates]
         return zip(candidates[is_key].tolist(), self.numbers[positions[is_key]].tolist(), strict=True)
 
 
 def read_held_out(config: ExportConfig, files: ModelFiles, media: MediaEncoding, progress: Progress) -> HeldOut:
-    """Read and hash the questions of ``--check-against``, of any length; raise a DataError if none can be encoded."""
+    """Read the held-out questions of ``--check-against``, and hash their prompts and texts for a search of overlaps.
+
+    Questions may have any length; DataError if none can be encoded. Each question has two numbers: an even one for its
+    prompt, all tokens before the answer, and an odd one for its text, in groups of 13 consecutive tokens ("n-grams").
+    """
     encoder = _question_encoder(config, files, media)
-    questions: list[dict[str, Any]] = []
-    prompts: dict[int, int] = {}  # number of the first question with this hash
-    texts: dict[str, tuple[int, Hashes]] = {}  # number and n-grams of the first question with this text
+    questions: list[dict[str, Any]] = []  # by number
+    number_by_prompt: dict[int, int] = {}  # first question with a prompt, by the hash of that
+    ngrams_by_text: dict[str, tuple[int, Hashes]] = {}  # number of the first question with a text, and its n-grams
     for row, samples in _encode_questions(config, encoder, progress):
-        place = {"source": row.source, "row": row.row}
+        position = {"source": row.source, "row": row.row}
         prompt_hash, _ = _hash_row(samples, encoder.media_tokens)
-        prompts.setdefault(prompt_hash, len(questions))
-        questions.append({**place, "by": "prompt"})
+        number_by_prompt.setdefault(prompt_hash, len(questions))
+        questions.append({**position, "by": "prompt"})
         text, ngrams = _text_of(row, encoder)
-        texts.setdefault(text, (len(questions), ngrams))
-        questions.append({**place, "by": "13-gram"})
+        ngrams_by_text.setdefault(text, (len(questions), ngrams))
+        questions.append({**position, "by": "13-gram"})
     if not questions:
         raise DataError(f"--check-against {' '.join(config.check_against)}: there is no question", code="D004")
-    return _join_hashes(prompts, list(texts.values()), questions)
+    return _join_hashes(number_by_prompt, list(ngrams_by_text.values()), questions)
 
 
 def _question_encoder(config: ExportConfig, files: ModelFiles, media: MediaEncoding) -> Encoder:
@@ -152,14 +166,14 @@ def _join_hashes(
 
 
 def _encode_questions(config: ExportConfig, encoder: Encoder, progress: Progress) -> Iterator[tuple[Sample, Any]]:
-    """Yield the questions and their encodings; a conversation without an answer gets one: only then it has a prompt."""
+    """Yield the questions of ``--check-against``, each with its encoded samples; unusable rows are only counted.
+
+    A conversation without an answer gets one, "-", because the prompt of a row is what precedes its last answer.
+    """
     drops: list[Dropped] = []
     for scanned in scan_sources(sources_of(config, held_out=True), config.seed):
         rows = samples_of(scanned.source, scanned.blocks, may_hold_secrets=True)
-        while batch := list(islice(rows, 128)):
-            for i, row in enumerate(batch):
-                if isinstance(row, Sample) and row.turns and not row.responses and row.turns[-1].role != "assistant":
-                    batch[i] = replace(row, turns=(*row.turns, Turn("assistant", "-")))
+        while batch := [_with_answer(row) for row in islice(rows, 128)]:
             for row, result in zip(batch, encode_samples(batch, encoder), strict=True):
                 if isinstance(result, Dropped):
                     drops.append(result)
@@ -167,6 +181,13 @@ def _encode_questions(config: ExportConfig, encoder: Encoder, progress: Progress
                     yield row, result
     if drops:
         progress.note(f"--check-against: {len(drops):,} unusable rows; the first: {drops[0].summary}")
+
+
+def _with_answer(row: Sample | Dropped) -> Sample | Dropped:
+    """Return a row with an answer if it is a conversation without one."""
+    if isinstance(row, Dropped) or not row.turns or row.responses or row.turns[-1].role == "assistant":
+        return row
+    return replace(row, turns=(*row.turns, Turn("assistant", "-")))
 
 
 def _text_of(row: Sample, encoder: Encoder) -> tuple[str, Hashes]:
@@ -177,17 +198,27 @@ def _text_of(row: Sample, encoder: Encoder) -> tuple[str, Hashes]:
 
 
 def _rare_ngrams(texts: Sequence[tuple[int, Hashes]]) -> tuple[Hashes, IntArray]:
-    """Return the n-grams without tokens of an instruction, which several texts share, and the number of each, (N,).
+    """Select the n-grams (hashes of 13 consecutive tokens) by which a text can be recognized.
 
-    ``texts``: number of each text, and its n-grams in order.
+    N-grams that several texts have, such as those of an instruction, are left out, with all that overlap them.
+
+    Args:
+        texts: number of each text, and its n-grams in order.
+
+    Returns:
+        The remaining N n-grams of all texts, (N,), and the number of the text of each, (N,).
     """
-    ngrams, counts = np.unique(np.concatenate([np.unique(ngrams) for _, ngrams in texts]), return_counts=True)
-    shared = ngrams[counts > max(1, min(10, len(texts) // 2))]
+    all_ngrams = np.concatenate([np.unique(ngrams) for _, ngrams in texts])  # each once per text
+    distinct_ngrams, num_texts_with = np.unique(all_ngrams, return_counts=True)
+    max_texts = max(1, min(10, len(texts) // 2))
+    shared = distinct_ngrams[num_texts_with > max_texts]
     rare: list[Hashes] = []
     for _, ngrams in texts:
+        is_shared = np.append(np.isin(ngrams, shared), False)
         # N-grams that begin up to 12 tokens before or after a shared one have tokens of it.
-        is_near = np.convolve(np.append(np.isin(ngrams, shared), False), np.ones(2 * _NGRAM - 1)) > 0
-        rare.append(ngrams[~is_near[_NGRAM - 1 : _NGRAM - 1 + len(ngrams)]])
+        num_near = np.convolve(is_shared, np.ones(2 * _NGRAM - 1))  # begins 12 elements early
+        is_near = num_near[_NGRAM - 1 : _NGRAM - 1 + len(ngrams)] > 0
+        rare.append(ngrams[~is_near])
     return np.concatenate(rare), np.repeat([number for number, _ in texts], [len(ngrams) for ngrams in rare])
 
 
@@ -247,17 +278,22 @@ def _row_columns(
 
 
 def _hash_row(samples: Sequence[EncodedSample], tokens: MediaTokens) -> tuple[int, int]:
-    """Return 64-bit hashes of a row's prompt (of the last sample, before its last answer) and of its content."""
+    """Return 64-bit hashes of a row's prompt and of its content, including the media in them.
+
+    The prompt is the last sample up to its last answer; the content are all samples of the row. Rows without a prompt
+    have the hash of the content for both.
+    """
     state = hashlib.blake2b(digest_size=8)
-    *others, last = samples
-    start = int(last.turns[-2]) if len(last.turns) else 0  # of the last answer
-    _update(state, last, 0, start, tokens)
+    *other_samples, last = samples
+    answer_start = int(last.turns[-2]) if len(last.turns) else 0  # turns: [start, end, start, end, ...] of answers
+    _update(state, last, 0, answer_start, tokens)
     prompt = int.from_bytes(state.digest(), "little")
-    _update(state, last, start, last.length, tokens)
-    for sample in others:
+    _update(state, last, answer_start, last.length, tokens)
+    for sample in other_samples:
         _update(state, sample, 0, sample.length, tokens)
     content = int.from_bytes(state.digest(), "little")
-    return (prompt if start > 1 else content), content  # a start token alone is no prompt
+    has_prompt = answer_start > 1  # a start token alone is no prompt
+    return (prompt if has_prompt else content), content
 
 
 def _update(state: Any, sample: EncodedSample, start: int, stop: int, tokens: MediaTokens) -> None:
@@ -278,16 +314,20 @@ _SHINGLE_WEIGHTS = _MIX_2 ** np.arange(1, _SHINGLE + 1, dtype=np.uint64)
 
 
 def _signature(samples: Sequence[EncodedSample]) -> bytes:
-    """Return the MinHash of a row's shingles, groups of 5 consecutive tokens; rows with different media share none."""
+    """Return the MinHash signature of a row, 128 numbers of 4 bytes: similar rows have many equal numbers.
+
+    It is computed from the row's shingles, all groups of 5 consecutive tokens, combined with a hash of all media of the
+    row, so that rows with different media are never similar.
+    """
     media_of_row = [medium for sample in samples for medium in sample.media]
     # Without positions: a word before a picture may differ.
     media = b"".join(medium_identity(MediumSpan(medium, 0, 0), by_content) for medium in media_of_row)
-    media_hash = np.frombuffer(hashlib.blake2b(media, digest_size=8).digest(), np.uint64)
+    media_hash = np.frombuffer(hashlib.blake2b(media, digest_size=8).digest(), np.uint64)  # (1,)
     shingles = []
     for sample in samples:
         width = min(_SHINGLE, sample.length)
         windows = np.lib.stride_tricks.sliding_window_view(sample.input_ids.astype(np.uint64), width)
-        shingles.append(windows @ _SHINGLE_WEIGHTS[:width])
+        shingles.append(windows @ _SHINGLE_WEIGHTS[:width])  # one number for each group
     hashes = (np.concatenate(shingles) ^ media_hash) * _MIX_1 >> _HALF
     minhash = _empty_minhash().copy()
     minhash.update_batch(hashes.tolist())
@@ -302,10 +342,11 @@ def _empty_minhash() -> Any:
 
 
 def _near_duplicates(rows: _Rows, duplicates: _Positions, threshold: float) -> _Positions:
-    """Return for each row the first similar row of its split, (R,), or -1.
+    """Find for each of R rows the first similar row of its split (train or val); -1 for none, (R,).
 
     Similar rows share ``threshold`` or more of their shingles (estimated Jaccard similarity). Rows that repeat an
-    earlier row, exactly (``duplicates``) or nearly, are compared with none.
+    earlier row are compared with no later row: neither those with an exact duplicate, a position in ``duplicates``,
+    (R,), nor those with a similar row.
     """
     from datasketch import MinHashLSH
 
@@ -357,10 +398,11 @@ def _val_overlaps(rows: _Rows) -> _Positions:
     """Return for each training row the first validation row with its prompt, (R,), or -1."""
     prompt, is_val = rows["prompt"], rows["is_val"]
     val_rows = np.flatnonzero(is_val)
-    val_prompts, first = np.unique(prompt[val_rows], return_index=True)
+    val_prompts, first = np.unique(prompt[val_rows], return_index=True)  # ascending
+    first_val_rows = val_rows[first]  # with each of ``val_prompts``
     overlapping = np.flatnonzero(~is_val & np.isin(prompt, val_prompts))
     val_overlaps = np.full(len(is_val), -1, np.int64)
-    val_overlaps[overlapping] = val_rows[first[np.searchsorted(val_prompts, prompt[overlapping])]]
+    val_overlaps[overlapping] = first_val_rows[np.searchsorted(val_prompts, prompt[overlapping])]
     return val_overlaps
 
 
@@ -377,10 +419,14 @@ def _duplicates(rows: _Rows) -> _Positions:
 
 
 def _conflicts(rows: _Rows) -> _Positions:
-    """Return for each row the first row with the same prompt and other content, (R,), or -1."""
-    first = _first_equal(rows["prompt"])
+    """Return for each row the first row with the same prompt and other content, (R,), or -1.
+
+    Rows with contents a, a, b and one prompt have the conflicts 2, 2 and 0.
+    """
+    first = _first_equal(rows["prompt"])  # the first row with the prompt of each row, (R,)
     differs = rows["content"] != rows["content"][first]
     differing = np.flatnonzero(differs)
+    # The first row that differs from the first row with its prompt, at the position of the latter; -1 elsewhere.
     firsts, index = np.unique(first[differing], return_index=True)
     first_differing = np.full(len(first), -1, np.int64)
     first_differing[firsts] = differing[index]
@@ -390,19 +436,24 @@ def _conflicts(rows: _Rows) -> _Positions:
 def compare(
     index: pa.Table, held_out: HeldOut | None, config: ExportConfig
 ) -> tuple[dict[str, int], list[str], list[tuple[int, Dropped]]]:
-    """Compare all rows by their hashes; ``index`` has the columns ``HASHED_INDEX``.
+    """Compare all rows of an export: find duplicates, conflicts, and overlaps with validation or held-out rows.
 
-    Return counts of findings by kind, lines of ``hygiene.jsonl``, and rows to drop, each with the position of its first
-    sample in the index.
+    Args:
+        index: table with a row for each sample, with the columns ``HASHED_INDEX``.
+        held_out: questions of ``--check-against``.
+
+    Returns:
+        The number of findings by kind, the lines of ``hygiene.jsonl``, and the rows to drop, ascending, each with the
+        position of its first sample in the index.
     """
-    rows, sources = _rows_of(index)
-    related = _related_rows(rows, config.near_duplicates)
+    rows, sources = _rows_of(index)  # columns, one element for each row
+    related = _related_rows(rows, config.near_duplicates)  # by kind of finding, the related row of each row or -1
     questions = held_out.questions if held_out else []
     counts = _count_findings(related)
     lines = [json.dumps({"counts": counts}) + "\n"]
     drops: list[tuple[int, Dropped]] = []
     dropped_kinds = _dropped_kinds(config)
-    has_finding = np.any([numbers >= 0 for numbers in related.values()], axis=0)
+    has_finding = np.any([numbers >= 0 for numbers in related.values()], axis=0)  # (R,)
     for i in np.flatnonzero(has_finding).tolist():
         place = _place(rows, sources, i)
         findings = _findings(i, related, rows, sources, questions)

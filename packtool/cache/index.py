@@ -42,18 +42,28 @@ def _read_errors(path: str) -> Iterator[None]:
 
 
 def read_index(
-    directory: str, manifest: Manifest, split: str, copy: str | None = None, *, is_checked: bool = True
+    directory: str, manifest: Manifest, split: str, local_copy: str | None = None, *, verify_checksum: bool = True
 ) -> dict[str, IntArray]:
-    """Read the index of a split of N samples; raise a MismatchError if it is damaged or not that of this cache.
+    """Read and validate the index of a cache split: a table with one row for each of its N samples.
 
-    Returns columns by name, (N,) each: int64 for ``patch_squares``, int32 for the others. ``UNKNOWN`` fills columns
-    that an older cache lacks. ``copy``: a local copy to read instead. ``is_checked``: compare it with its checksum.
+    A row says where the sample is stored, and gives its number of tokens and media.
+
+    Args:
+        manifest: describes the files of the cache.
+        local_copy: path of a copy of the index file, which is read instead of the one in ``directory``.
+        verify_checksum: compare the SHA-256 of the file with that in the manifest, if the manifest has one.
+
+    Returns:
+        The columns by name, (N,) each: ``patch_squares`` is int64, the others are int32. Columns that an older cache
+        lacks are filled with ``UNKNOWN``. MismatchError if the file is damaged or contradicts the manifest.
     """
     path = storage.join(directory, split, INDEX_NAME)
     with _read_errors(path):
-        sha256 = manifest.splits[split].index_sha256 if is_checked else None
-        columns = _index_columns(_read_table(path, sha256, copy))
-    # A cache may come from anyone: every row must refer to an existing sample.
+        expected_sha256 = manifest.splits[split].index_sha256 if verify_checksum else None
+        table = _read_table(path, expected_sha256, local_copy)
+        columns = _index_columns(table)
+
+    # The cache may be from an untrusted source: every row must refer to an existing sample.
     problem = _index_problem(columns, manifest, split)
     if problem:
         message = f"{path} is not the index of this cache: {problem}"
@@ -72,20 +82,26 @@ def _index_columns(stored_table: pa.Table) -> dict[str, IntArray]:
 
 
 def _index_problem(columns: Mapping[str, IntArray], manifest: Manifest, split: str) -> str:
-    """Describe the first reason why index columns do not belong to a cache; "" for none."""
-    info = manifest.splits[split]
+    """Describe the first reason why the columns of an index do not belong to a split of a cache; "" if they do.
+
+    Their number of rows, the range of their values, and the rows of shards to which they refer are compared with the
+    manifest.
+    """
+    split_info = manifest.splits[split]
     num_rows = len(columns["length"])
-    if num_rows != info.rows:
-        return f"it has {num_rows} rows, not {info.rows}"
+    if num_rows != split_info.rows:
+        return f"it has {num_rows} rows, not {split_info.rows}"
     if not num_rows:
         return ""
     minimums = {"channel": -1} | dict.fromkeys(ADDED_COLUMNS, UNKNOWN)  # of other columns 0
-    limits = {"shard": len(info.shards), "channel": len(manifest.channels), "patch_squares": _MAX_SQUARES}
+    # Exclusive maximums, of other columns 2**31.
+    limits = {"shard": len(split_info.shards), "channel": len(manifest.channels), "patch_squares": _MAX_SQUARES}
     for name, column in columns.items():
         if column.min() < minimums.get(name, 0) or column.max() >= limits.get(name, 2**31):
             return f"{name} has values from {column.min()} to {column.max()}"
-    rows_per_shard = np.array([shard.rows for shard in info.shards], np.int64)
-    if (columns["row_in_shard"] >= rows_per_shard[columns["shard"]]).any():
+    rows_by_shard = np.array([shard.rows for shard in split_info.shards], np.int64)
+    rows_in_its_shard = rows_by_shard[columns["shard"]]  # of each sample, (N,)
+    if (columns["row_in_shard"] >= rows_in_its_shard).any():
         return "row_in_shard exceeds the number of rows of a shard"
     return ""
 
@@ -143,9 +159,15 @@ def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.
 
 
 def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
-    """Read ``prefixes.arrow`` of N samples; raise a MismatchError if it is damaged or does not belong to the index.
+    """Read ``prefixes.arrow``, which has the hashes of beginnings that a sample may share with other samples.
 
-    ``sha256``: None to skip its check. ``lengths``: tokens of each sample, (N,). ``copy``: a local copy to read.
+    Args:
+        sha256: expected checksum of the file; None to skip its check.
+        lengths: tokens of each of the N samples of the index, (N,), to which the prefixes must belong.
+        copy: path of a local copy to read instead.
+
+    Raises:
+        MismatchError: if the file is damaged or does not belong to the samples.
     """
     with _read_errors(path):
         table = _read_table(path, sha256, copy)

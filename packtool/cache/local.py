@@ -68,13 +68,17 @@ _COPY_AGAIN = (
 
 
 def check_file(path: str, sha256: str, records: str, since: float | None = None) -> bytes:
-    """Verify a local file; return the CRC-32 of each of its blocks, or raise a MismatchError.
+    """Verify that a local file has the SHA-256 ``sha256``; raise a MismatchError if it has not.
 
-    The checksums are recorded in a small file, and the verified file is read again only if it has changed.
+    The result is recorded in a small file, so that the verified file is read again only if it has changed. Several
+    processes may verify the same file: one of them reads it, and the others wait.
 
     Args:
         records: directory of the records.
         since: Unix time in seconds; older records are not trusted. None trusts all.
+
+    Returns:
+        The CRC-32 of each block of ``BLOCK_BYTES`` of the file, 4 bytes each.
     """
     record_name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX
     record_path = os.path.join(records, record_name)
@@ -109,12 +113,13 @@ def _read_record(record: BinaryIO, path: str, sha256: str, since: float | None) 
     """Return the block checksums in a record; None if it is older than ``since`` or the file has changed."""
     record.seek(0)
     try:
-        *state, digest, crc, checked_at = load_json(record.readline())
+        *recorded_values, checked_at = load_json(record.readline())
         block_sums = record.read()
-        is_same = [*state, digest, crc] == [*_state(path), sha256, zlib.crc32(block_sums)]
-        return block_sums if is_same and (since is None or checked_at >= since) else None
+        expected_values = [*_state(path), sha256, zlib.crc32(block_sums)]
+        is_too_old = since is not None and checked_at < since
     except (ValueError, TypeError):
         return None  # empty, incomplete, or of an older packtool
+    return block_sums if recorded_values == expected_values and not is_too_old else None
 
 
 def _state(path: str) -> list[str | int]:
@@ -153,43 +158,61 @@ class MappedBlocks:
         self._state: os.stat_result | None = None
 
     def note_changes(self) -> None:
-        """Verify all blocks again if the file has changed since the last call, which takes 2 microseconds to see.
+        """Require that all blocks are verified again if the file has changed since the last call.
 
-        Raises a MismatchError if the file was truncated: reading the mapped memory would kill this process.
+        This takes 2 microseconds. Raises a MismatchError if the file was truncated: reading the mapped memory would
+        kill this process.
         """
         with suppress(OSError):  # the file was removed: its content stays mapped
-            now, before = os.stat(self._path), self._state
-            if before is not None and now.st_ino != before.st_ino:
-                return  # the file was replaced: the old one stays mapped
-            if now.st_size < len(self._view):
-                raise self.damaged(f"it was truncated from {len(self._view):,} to {now.st_size:,} bytes while in use")
-            if before is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                self._state, self._is_verified = now, bytearray(len(self._sums))
+            state, last_state = os.stat(self._path), self._state
+            is_replaced = last_state is not None and state.st_ino != last_state.st_ino
+            if is_replaced:
+                return  # the old file stays mapped
+            num_bytes = len(self._view)
+            if state.st_size < num_bytes:
+                raise self.damaged(f"it was truncated from {num_bytes:,} to {state.st_size:,} bytes while in use")
+            if last_state is None or _size_and_time(state) != _size_and_time(last_state):
+                self._state = state
+                self._is_verified = bytearray(len(self._sums))  # zeros
 
     def are_verified(self, address: int, num_bytes: int) -> bool:
         """Return whether all blocks of a memory range were verified before; reads no block."""
-        start = address - self._start
-        return self._is_verified.find(0, start // BLOCK_BYTES, (start + num_bytes - 1) // BLOCK_BYTES + 1) < 0
+        first_block, stop_block = self._blocks_of(address, num_bytes)
+        return self._is_verified.find(0, first_block, stop_block) < 0
 
     def verify(self, address: int, num_bytes: int) -> bool:
         """Compare the blocks of a memory range with their checksums; return False if one differs."""
-        start = address - self._start
-        end = (start + num_bytes - 1) // BLOCK_BYTES + 1
-        block = self._is_verified.find(0, start // BLOCK_BYTES, end)
+        first_block, stop_block = self._blocks_of(address, num_bytes)
+        block = self._is_verified.find(0, first_block, stop_block)  # the first unverified one; -1 for none
         while block >= 0:
-            if zlib.crc32(self._view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) != self._sums[block]:
+            content = self._view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            if zlib.crc32(content) != self._sums[block]:
                 return False
             self._is_verified[block] = 1
-            block = self._is_verified.find(0, block, end)
+            block = self._is_verified.find(0, block, stop_block)
         return True
+
+    def _blocks_of(self, address: int, num_bytes: int) -> tuple[int, int]:
+        """Return the first block of a memory range, and the block after its last one."""
+        start = address - self._start
+        return start // BLOCK_BYTES, (start + num_bytes - 1) // BLOCK_BYTES + 1
 
     def damaged(self, problem: str) -> MismatchError:
         """Return the error for a file that changed after it was verified."""
         return MismatchError(f"{self._path} is damaged: {problem}", self._remedy)
 
 
+def _size_and_time(state: os.stat_result) -> tuple[int, int]:
+    return state.st_size, state.st_mtime_ns
+
+
 def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, int]]:
-    """Verify all files of a cache by reading them; yield (path below the directory, problem or "", bytes) of each."""
+    """Verify all files of a cache by reading them: indexes, prefixes and shards of its splits.
+
+    Yields:
+        For each file, its path below ``directory``, how it differs from the manifest ("" if it does not), and its size
+        in bytes (0 if it is missing).
+    """
     for split, info in sorted(manifest.splits.items()):
         # Name, size in bytes (None if the manifest lacks it) and SHA-256 ("" if the manifest lacks it) of each file.
         expected_files: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
@@ -265,19 +288,20 @@ class LocalCopies:
         return check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
-        """Return this directory with these remote caches in use; raise a ConfigError if they exceed the limit."""
-        # The copies of a cache hold equal shards once.
-        shard_bytes = {
-            (manifest.fingerprint, shard.sha256): shard.bytes
-            for manifest in manifests
-            for split in manifest.splits.values()
-            for shard in split.shards
-        }
-        total = sum(shard_bytes.values())
-        if self.limit is not None and total > self.limit:
+        """Return this directory with the remote caches of ``manifests`` in use, so that their copies are not removed.
+
+        Raises a ConfigError if all of their shards together exceed the size limit of the directory.
+        """
+        bytes_by_shard: dict[tuple[str, str], int] = {}  # copies of a cache hold shards of equal content once
+        for manifest in manifests:
+            for split in manifest.splits.values():
+                bytes_by_shard |= {(manifest.fingerprint, shard.sha256): shard.bytes for shard in split.shards}
+        total_bytes = sum(bytes_by_shard.values())
+        if self.limit is not None and total_bytes > self.limit:
             raise ConfigError(
-                f"--cache-dir-size {self.limit / 1e6:,.1f} MB is less than the {total / 1e6:,.1f} MB of the remote "
-                f"caches: they do not fit into {self.directory}; raise it, or give a --cache-dir on a larger disk"
+                f"--cache-dir-size {self.limit / 1e6:,.1f} MB is less than the {total_bytes / 1e6:,.1f} MB of the "
+                f"remote caches: they do not fit into {self.directory}; raise it, or give a --cache-dir on a larger "
+                "disk"
             )
         return replace(self, caches_in_use=frozenset(manifest.fingerprint for manifest in manifests))
 
@@ -306,38 +330,50 @@ class LocalCopies:
             _remove(copy)
             return read(self._fetch_if_missing(path, copy, size, sha256))
 
-    def _fetch_if_missing(self, path: str, copy: str, size: int, sha256: str | None) -> str:
-        """Fetch a remote file unless its copy exists; return the path of the copy, marked as used now.
+    def _fetch_if_missing(self, url: str, copy_path: str, size: int, sha256: str | None) -> str:
+        """Download a remote file to ``copy_path`` unless this machine already has a copy there.
 
-        One process locks the unfinished copy and fetches the file, while others wait for the lock.
+        Several processes may call this for the same file: one of them downloads it, and the others wait. The download
+        goes to a partial file, whose lock the downloading process holds, and which is then renamed to ``copy_path``.
+
+        Args:
+            size: bytes of the file. A copy of another size is downloaded again.
+            sha256: checksum of the download; None if it is unknown.
+
+        Returns:
+            ``copy_path``, whose modification time is now: it is used as the time of the last use.
         """
-        unfinished = copy + _UNFINISHED
+        partial_path = copy_path + _UNFINISHED
         try:
-            while not _has_size(copy, size):
-                os.makedirs(os.path.dirname(copy), exist_ok=True)
-                with locked(unfinished) as file:
-                    if not _is_at_path(file, unfinished):
-                        continue  # the process that had the lock before has renamed or removed the file
-                    if _has_size(copy, size):  # another process fetched it before this one created the file
-                        os.remove(unfinished)
+            while not _has_size(copy_path, size):
+                os.makedirs(os.path.dirname(copy_path), exist_ok=True)
+                with locked(partial_path) as partial_file:  # waits while another process downloads
+                    if not _is_at_path(partial_file, partial_path):
+                        continue  # that process has renamed or removed the partial file: look for the copy again
+                    if _has_size(copy_path, size):
+                        os.remove(partial_path)  # the copy was completed just before this process created the file
                     else:
-                        self._fetch(path, copy, file, size, sha256)  # renames the file to ``copy``
-            with suppress(FileNotFoundError):
-                os.utime(copy)  # its time of modification is the time of its last use
+                        self._download_and_rename(url, copy_path, partial_file, size, sha256)
+            with suppress(FileNotFoundError):  # another process may have removed the copy to make room
+                os.utime(copy_path)
         except OSError as error:
-            message = f"{self.directory}: {error.strerror or error} (while copying {storage.masked(path)})"
+            message = f"{self.directory}: {error.strerror or error} (while copying {storage.masked(url)})"
             raise StorageError(message, "Give a --cache-dir on a local disk with enough space.") from error
-        return copy
+        return copy_path
 
-    def _fetch(self, path: str, copy: str, file: BinaryIO, size: int, sha256: str | None) -> None:
-        """Download a file into ``file``, the unfinished copy, open and locked; then rename that to ``copy``.
+    def _download_and_rename(
+        self, url: str, copy_path: str, partial_file: BinaryIO, size: int, sha256: str | None
+    ) -> None:
+        """Download a file into ``partial_file``, which is open and locked, and rename that to ``copy_path``.
 
-        Raises a StorageError if all attempts differ from ``size`` or ``sha256`` (None: not known).
+        The partial file is removed after an error, such as the StorageError if all attempts have another size or
+        SHA-256 (None if it is unknown).
         """
+        partial_path = copy_path + _UNFINISHED
         try:
-            self._reserve(file, size)
+            self._reserve(partial_file, size)
             for _ in range(_MAX_ATTEMPTS):
-                num_bytes, digest = _download(path, file)  # replaces the content
+                num_bytes, digest = _download(url, partial_file)  # replaces the content
                 if num_bytes == size and sha256 in (None, digest):
                     break
             else:
@@ -345,14 +381,14 @@ class LocalCopies:
                     difference = f"{num_bytes} bytes, the manifest says {size}"
                 else:
                     difference = f"the SHA-256 {digest}, the manifest says {sha256}"
-                message = f"{storage.masked(path)}: the download has {difference}"
+                message = f"{storage.masked(url)}: the download has {difference}"
                 raise StorageError(message, "Copy the cache again, or export it again.")
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(copy + _UNFINISHED, copy)
+            partial_file.flush()
+            os.fsync(partial_file.fileno())  # the content must be on the disk before the name is
+            os.replace(partial_path, copy_path)
         except BaseException:
             with suppress(OSError):
-                os.remove(copy + _UNFINISHED)
+                os.remove(partial_path)
             raise
 
     def _reserve(self, file: BinaryIO, size: int) -> None:

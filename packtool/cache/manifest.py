@@ -48,25 +48,39 @@ class WrongValue(ManifestError):
 
 
 def build(cls: type[T], raw: object, path: str = "") -> T:
-    """Build a dataclass from parsed JSON; raise a ManifestError for the first unknown, missing or wrong field.
+    """Create an instance of a dataclass from a JSON object, and check every field.
 
-    ``path``: where ``raw`` is in its file, for messages: ``splits.train.shards[3]``.
+    The keys of the object are the names of the fields. Values are converted to the declared types; a field whose type
+    is a dataclass is built in the same way. A missing key takes the default of its field.
+
+    Args:
+        raw: a parsed JSON value.
+        path: where ``raw`` is in its file, such as ``splits.train.shards[3]``; used only in messages.
+
+    Raises:
+        ManifestError: if ``raw`` is not an object, if a key is unknown, if a field without a default is missing, or if
+            a value has the wrong type.
     """
     if not isinstance(raw, dict):
         raise WrongValue(path, raw, "an object")
-    types_by_name = _type_hints(cast(Hashable, cls))
+    type_by_name = _type_hints(cast(Hashable, cls))
     for name in raw:
-        if name not in types_by_name:
-            raise ManifestError(f"{_join(path, str(name))} is unknown; the fields are {', '.join(types_by_name)}")
+        if name not in type_by_name:
+            raise ManifestError(f"{_join(path, str(name))} is unknown; the fields are {', '.join(type_by_name)}")
     values = {}
-    for member in dataclasses.fields(cast(Any, cls)):
-        member_path = _join(path, member.name)
-        is_required = member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING
-        if member.name in raw:
-            values[member.name] = value_of(types_by_name[member.name], raw[member.name], member_path)
-        elif is_required:
-            raise ManifestError(f"{member_path} is missing")
+    for each_field in dataclasses.fields(cast(Any, cls)):
+        name = each_field.name
+        field_path = _join(path, name)
+        if name in raw:
+            values[name] = value_of(type_by_name[name], raw[name], field_path)
+        elif not _has_default(each_field):
+            raise ManifestError(f"{field_path} is missing")
     return cls(**values)
+
+
+def _has_default(each_field: dataclasses.Field[Any]) -> bool:
+    no_default = dataclasses.MISSING
+    return each_field.default is not no_default or each_field.default_factory is not no_default
 
 
 def _join(path: str, name: str) -> str:
@@ -317,15 +331,17 @@ class Manifest(InputCounts):
         return num_too_long + sum(split.truncated for split in self.splits.values())
 
     def to_json(self) -> bytes:
-        """Return the content of the file; equal exports have equal content."""
+        """Return the content of ``packtool.json``; equal exports have equal bytes, also those of older versions."""
         values = dataclasses.asdict(dataclasses.replace(self, sources=()))
-        values = {name: values.pop(name) for name in ("packtool_version", "identity", "sources")} | values
+        first_names = ("packtool_version", "identity", "sources")
+        values = {name: values.pop(name) for name in first_names} | values
         # Counts that older caches lack come last, and only if there are any, so that other caches keep their bytes.
-        if parts_left_out := values.pop("parts_left_out"):
+        parts_left_out = values.pop("parts_left_out")
+        if parts_left_out:
             values["parts_left_out"] = parts_left_out
         text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
         if self.sources:
-            # There may be many thousand sources, and json is a few times faster without an indent.
+            # Insert the sources, written without ``indent``, which is a few times faster: there may be many thousand.
             encode = json.JSONEncoder(ensure_ascii=False, separators=(",\n   ", ": ")).encode
             lines = ",\n".join(f"  {{\n   {encode(vars(source))[1:-1]}\n  }}" for source in self.sources)
             text = text.replace('\n "sources": []', f'\n "sources": [\n{lines}\n ]', 1)
@@ -440,10 +456,11 @@ def _check_values(manifest: Manifest) -> None:
 
 def _check_identity(identity: Identity) -> None:
     """Raise a WrongValue for the first setting of an export that has a wrong type, is missing or out of range."""
-    spec, spec_types = identity.spec, get_type_hints(EncodeSpec)
+    spec = identity.spec  # the options of the export
+    type_by_name = get_type_hints(EncodeSpec)
     for name, value in spec.items():
-        if name in spec_types:
-            value_of(spec_types[name], value, f"identity.spec.{name}")  # raises for a wrong type
+        if name in type_by_name:
+            value_of(type_by_name[name], value, f"identity.spec.{name}")  # raises for a wrong type
     minimums = {"model": "", "max_length": 2}
     for name, minimum in minimums.items():
         if name not in spec or spec[name] < minimum:

@@ -120,9 +120,9 @@ def _source_differences(sources: Sequence[SourceInfo], specs: Sequence[SourceSpe
     exported = [(storage.absolute(source.path), source.settings) for source in sources]
     current = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
     if exported != current:
-        there = ", ".join(f"{path} {settings}".strip() for path, settings in exported)
-        here = ", ".join(f"{path} {settings}".strip() for path, settings in current)
-        return [f"dataset: {there} there, {here} here"]
+        exported_list = ", ".join(f"{path} {settings}".strip() for path, settings in exported)
+        current_list = ", ".join(f"{path} {settings}".strip() for path, settings in current)
+        return [f"dataset: {exported_list} there, {current_list} here"]
     pairs = zip(sources, specs, strict=True)
     return [f"{source.path} has changed since the export" for source, spec in pairs if _has_changed(source, spec)]
 
@@ -165,10 +165,15 @@ def export_id(state: bytes) -> str:
 
 
 def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
-    """Create the directories; return the results, by task number, that an interrupted run of this export has left.
+    """Prepare the directory of an export, and return the results of an interrupted run of the same export.
 
-    Raises a MismatchError for another unfinished export. Other parts of a job array may be working on the same export
-    (``is_part``), so a part removes nothing.
+    Args:
+        state: result of ``export_state``, which is stored in the directory and identifies the export.
+        splits: names of the splits to be written.
+        is_part: this is a part of a job array; others may be working on the same export, so a part removes nothing.
+
+    Returns:
+        The results of finished tasks, by task number. MismatchError if the directory has shards of another export.
     """
     check_is_ours(directory)
     state_path = storage.join(directory, TASKS_DIR, _STATE_NAME)
@@ -203,18 +208,23 @@ def _other_export_error(directory: str, num_shards: int) -> MismatchError:
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
-    """Return the results, by number, of tasks of ``export`` that have a marker and whose files are all intact."""
+    """Return the results of finished tasks by task number: those whose files are all intact.
+
+    A task has a marker file with its result, which is written last. ``export`` is the identifier of the export
+    (``export_id``); markers of others are ignored.
+    """
     results = []
-    for name in filter(_is_marker, storage.list_names(storage.join(directory, TASKS_DIR))):
+    tasks_dir = storage.join(directory, TASKS_DIR)
+    for name in filter(_is_marker, storage.list_names(tasks_dir)):
         try:
-            result = TaskResult.from_json(storage.read_bytes(storage.join(directory, TASKS_DIR, name)))
+            result = TaskResult.from_json(storage.read_bytes(storage.join(tasks_dir, name)))
         except (ValueError, LookupError, TypeError, AttributeError):
             continue  # damaged, or of another version: the task runs again
         # The small files are checked first, because checking a shard may read all of it.
         if result.export == export and _has_intact_files(directory, result):
             results.append(result)
-    changed = {number for number, _ in _changed_shards(directory, results)}
-    return {result.number: result for result in results if result.number not in changed}
+    changed_tasks = {number for number, _ in _changed_shards(directory, results)}
+    return {result.number: result for result in results if result.number not in changed_tasks}
 
 
 def _changed_shards(directory: str, results: Sequence[TaskResult]) -> list[tuple[int, str]]:
@@ -346,9 +356,16 @@ def compare_rows(
     config: ExportConfig,
     check_lock: Callable[[], None] = lambda: None,
 ) -> tuple[list[TaskResult], dict[str, int]]:
-    """Compare the rows of all tasks; return the results without rows to drop, and the number of findings by kind.
+    """Compare the rows of all tasks: find duplicates, conflicts and overlaps, and drop those that the options name.
 
-    ``directory``: of the tasks' files; None if they wrote none. Raises a DataError for ``--on-overlap fail``.
+    Args:
+        directory: of the tasks' files and ``hygiene.jsonl``; None if nothing is written.
+        results: of all tasks, in order. They are not changed.
+        held_out: questions of ``--check-against``.
+        check_lock: raises an error if this process has lost the lock of the directory.
+
+    Returns:
+        The results without dropped rows, and the number of findings by kind. DataError for ``--on-overlap fail``.
     """
     # Copies, which ``_drop_rows`` changes.
     results = [replace(result, splits=dict(result.splits), drops=list(result.drops)) for result in results]
@@ -384,26 +401,38 @@ def _index_parts(directory: str | None, results: Sequence[TaskResult]) -> list[_
 def _drop_rows(parts: Sequence[_IndexPart], drops: Sequence[tuple[int, Dropped]]) -> None:
     """Drop rows from the results of their tasks, in place.
 
-    ``drops``: position of the row's first sample in the joined ``parts``, ascending, and the reason.
+    Args:
+        parts: split, result of the task, and the index of the task's samples in the split.
+        drops: rows to drop, each after the position of its first sample in the joined indexes; ascending.
     """
     positions = np.array([position for position, _ in drops], np.int64)
-    part_start = 0
+    part_start = 0  # position of the part's first sample in the joined indexes
     for split, result, batch in parts:
         part_stop = part_start + len(batch)
-        low, high = np.searchsorted(positions, [part_start, part_stop])
-        if low < high:
-            first_samples = positions[low:high] - part_start
-            rows = [row for _, row in drops[low:high]]
+        first_drop, stop_drop = np.searchsorted(positions, [part_start, part_stop])
+        if first_drop < stop_drop:
+            first_samples = positions[first_drop:stop_drop] - part_start
+            dropped_rows = [row for _, row in drops[first_drop:stop_drop]]
             result.splits[split] = result.splits[split].without(batch, first_samples)
-            result.counts += InputCounts.total(map(InputCounts.of_dropped, rows))
-            result.drops += [row.to_json() for row in rows]
+            result.counts += InputCounts.total(map(InputCounts.of_dropped, dropped_rows))
+            result.drops += [row.to_json() for row in dropped_rows]
         part_start = part_stop
 
 
 def publish_cache(
     directory: str, manifest: Manifest, results: Sequence[TaskResult], check_lock: Callable[[], None], has_parts: bool
 ) -> None:
-    """Merge the tasks' files, write the manifest as the last file, and remove ``.tasks``."""
+    """Finish a cache: merge the files of all tasks, write the manifest as the last file, and remove ``.tasks``.
+
+    Args:
+        manifest: with the counts of all tasks; the checksums of merged files are added.
+        results: of all tasks, in order.
+        check_lock: raises an error if this process has lost the lock of the directory.
+        has_parts: rows may have become several samples, so that shards have two more columns.
+
+    Raises:
+        MismatchError: if a shard is not the one that its task wrote, or if another export has published a cache.
+    """
     splits = {}
     for split, info in manifest.splits.items():
         index_sha256 = _merge_index(directory, split, manifest.channels, results)

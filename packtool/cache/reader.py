@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -76,15 +75,18 @@ class SplitIndex:
 
 
 def _join_indexes(indexes: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:
-    """Return one index of the samples of several caches; estimates fill the columns that older caches lack."""
-    # Each cache numbers its own channels; the joined index numbers those of all caches in order of appearance.
+    """Join the indexes of several caches, given as columns by name, into one; estimates fill missing columns.
+
+    Channels are names of groups of samples. Each cache numbers its own; the joined index numbers those of all caches,
+    in order of appearance: caches with channels (a, b) and (b, c) have the joined channels (a, b, c).
+    """
     channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
     estimated_indexes = []
     for index, manifest in zip(indexes, manifests, strict=True):
         columns = with_estimates(index, manifest.identity.media_limits)
-        # The joint number for each of the cache's; -1 (no channel) selects the last element, which is -1.
-        new_numbers = np.array([*map(channels.index, manifest.channels), -1], np.int32)
-        columns["channel"] = new_numbers[columns["channel"]]
+        joined_numbers = [channels.index(name) for name in manifest.channels]
+        # The number -1 of samples without a channel selects the last element, which is -1.
+        columns["channel"] = np.array([*joined_numbers, -1], np.int32)[columns["channel"]]
         estimated_indexes.append(columns)
     joined: dict[str, Any] = {}
     for field in fields(SplitIndex):
@@ -146,10 +148,12 @@ class CacheReader:
                     + "\n".join(lines),
                     "Export one of them again with the settings of the other.",
                 )
-        remote = [manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)]
         copies = copies or LocalCopies()
-        if remote:
-            copies = copies.keeping(remote)
+        remote_manifests = [
+            manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)
+        ]
+        if remote_manifests:
+            copies = copies.keeping(remote_manifests)  # raises a ConfigError if they cannot all be copied
         return cls(roots, manifests, split, copies)
 
     @property
@@ -162,14 +166,16 @@ class CacheReader:
         return int(self.offsets[-1])
 
     def sample(self, position: int) -> EncodedSample:
-        """Return a sample; its arrays are views of the mapped file and must not be written to.
+        """Read the sample at a position of the joined numbering of all caches.
 
-        A sample with local media files also has the hashes of its prefixes, by which a changed file can be noticed.
+        Its arrays are views of the mapped file and must not be written to. A sample with local media files also has the
+        hashes of its prefixes (beginnings), by which a changed media file can be noticed.
         """
         cache, position_in_cache = self.cache_of(position)
+        shard = int(self._shard[position])
         row = int(self._row_in_shard[position])
         try:
-            shard_file = self._shard_file(cache, int(self._shard[position]))
+            shard_file = self._shard_file(cache, shard)
         except MismatchError as error:
             raise MismatchError(f"{error.message} (when row {row} of it was read)", error.remedy) from error
         sample = shard_file.sample(row)
@@ -178,7 +184,7 @@ class CacheReader:
         if cache not in self._prefixes:
             self._prefixes[cache] = self._map_prefixes(cache)
         prefixes_of_samples = self._prefixes[cache]
-        if prefixes_of_samples is None:
+        if prefixes_of_samples is None:  # they cannot be read
             return sample
         prefixes = prefixes_of_samples[position_in_cache].as_py()
         return replace(sample, prefix_hashes={prefix["length"]: prefix["hash"] for prefix in prefixes})
@@ -231,8 +237,9 @@ class CacheReader:
 
     def _read_index(self, cache: int) -> dict[str, IntArray]:
         """Return the index columns of a cache, (N,) each, by name."""
-        is_checked = self.copies.verify != "never"
-        read = partial(read_index, self.directories[cache], self.manifests[cache], self.split, is_checked=is_checked)
+        directory, manifest = self.directories[cache], self.manifests[cache]
+        verify_checksum = self.copies.verify != "never"
+        read = partial(read_index, directory, manifest, self.split, verify_checksum=verify_checksum)
         return self._read_file(cache, INDEX_NAME, read)
 
     def prefixes(self) -> SplitPrefixes | None:
@@ -514,11 +521,11 @@ class RelabeledReader:
 
         Reads all samples of the caches with other targets, about 40,000 samples of 400 tokens per second.
         """
-        counts = np.array(self._reader.index.target_tokens, np.int32)
-        caches = enumerate(zip(self._choices, pairwise(self._reader.offsets.tolist()), strict=True))
-        for cache, (choice, (start, stop)) in caches:
+        counts = np.array(self._reader.index.target_tokens, np.int32)  # a copy
+        offsets = self._reader.offsets
+        for cache, choice in enumerate(self._choices):
             if choice is not None:
-                counts[start:stop] = self._counts(cache, choice)
+                counts[offsets[cache] : offsets[cache + 1]] = self._counts(cache, choice)
         return counts
 
     def _counts(self, cache: int, choice: TargetChoice) -> npt.NDArray[np.int32]:

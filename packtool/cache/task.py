@@ -128,14 +128,19 @@ class SplitResult:
     left_out: list[int] = field(default_factory=list)
 
     def without(self, index: pa.RecordBatch, first_samples: npt.NDArray[np.int64]) -> SplitResult:
-        """Return the result without R rows, whose samples stay in the shard; ``first_samples``: of each row, (R,)."""
+        """Return the result without R rows: their samples are no longer counted, but stay in the shard.
+
+        Args:
+            index: columns of the samples of the shard.
+            first_samples: position of the first sample of each row to leave out, (R,).
+        """
         columns = {name: index.column(name).to_numpy(zero_copy_only=False) for name in _COUNTED}
-        row = np.cumsum(columns["is_first"])  # of each sample
-        is_left_out = np.isin(row, row[first_samples])
-        columns = {name: column[~is_left_out] for name, column in columns.items()}
-        lengths = dict(Counter(columns["length"].tolist()))
+        row_numbers = np.cumsum(columns["is_first"])  # of each sample, from 1
+        is_left_out = np.isin(row_numbers, row_numbers[first_samples])
+        kept_columns = {name: column[~is_left_out] for name, column in columns.items()}
+        lengths = dict(Counter(kept_columns["length"].tolist()))
         left_out = np.flatnonzero(is_left_out).tolist()
-        return replace(self, counts=_count_samples(columns), lengths=lengths, left_out=left_out)
+        return replace(self, counts=_count_samples(kept_columns), lengths=lengths, left_out=left_out)
 
 
 @dataclass
@@ -193,7 +198,11 @@ Report = Callable[[int, int, int], None]
 
 
 def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Report = lambda *_: None) -> TaskResult:
-    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker."""
+    """Encode the rows of a task, and write its files: the shard of each split, its parts of index and prefixes, drops.
+
+    The marker file with the result is written last; files of a task that fails are discarded. ``report`` is called
+    after every batch with its numbers of rows, drops and tokens.
+    """
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, settings, encoder.media_tokens, embed=embeds)
     splits = _split_of_each_row(task)
@@ -206,7 +215,7 @@ def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Repor
             rows_of_split = _encode_batch(batch, splits, encoder, outputs)
             num_tokens = sum(sample.length for row in chain(*rows_of_split.values()) for sample in row)
             outputs.count_rows(batch)
-            outputs.write(rows_of_split)
+            outputs.write(rows_of_split)  # may drop more rows
             report(len(batch), outputs.num_dropped - num_dropped_before, num_tokens)
         return outputs.commit()
     except BaseException:
@@ -381,17 +390,21 @@ _TaskRows = tuple[SourceBlocks, tuple[int, ...], tuple[str, ...]]
 
 
 def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
-    """Divide the rows of all sources into tasks, the same for any number of processes."""
+    """Divide the rows of all sources into tasks, the same for any number of processes.
+
+    A task writes one shard (data file) of each split. ``--split-dataset-ratio`` draws the rows of ``--dataset`` that
+    belong to the val split instead of the train split.
+    """
     num_rows = sum(source.num_rows for source in scanned)
-    even_rows = math.ceil(num_rows / _NUM_SHARDS)
-    shard_rows = config.rows_per_shard or min(max(even_rows, MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
+    default_shard_rows = min(max(math.ceil(num_rows / _NUM_SHARDS), MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
+    min_shard_rows = config.rows_per_shard or default_shard_rows
     num_dataset_rows = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
     num_val = 0
     if config.split_dataset_ratio and num_dataset_rows > 1:
         num_val = max(round(num_dataset_rows * config.split_dataset_ratio), 1)
     random = np.random.default_rng(config.seed)
     val_rows = np.sort(random.choice(num_dataset_rows, num_val, replace=False, shuffle=False))
-    return _with_shards(list(_rows_of_tasks(scanned, shard_rows, val_rows)))
+    return _with_shards(list(_rows_of_tasks(scanned, min_shard_rows, val_rows)))
 
 
 def _with_shards(rows_of_tasks: Sequence[_TaskRows]) -> list[Task]:
@@ -423,8 +436,8 @@ def _rows_of_tasks(
                 yield row_blocks, (), (VAL_SPLIT,)
                 continue
             stop_row = first_row + sum(blocks.num_rows for _, blocks in row_blocks)
-            start, stop = np.searchsorted(val_rows, (first_row, stop_row))
-            val_rows_of_task = tuple((val_rows[start:stop] - first_row).tolist())
+            start, stop = np.searchsorted(val_rows, (first_row, stop_row))  # of the task in ``val_rows``
+            val_rows_of_task = tuple((val_rows[start:stop] - first_row).tolist())  # positions in the task
             splits = (TRAIN_SPLIT, VAL_SPLIT) if val_rows_of_task else (TRAIN_SPLIT,)
             yield row_blocks, val_rows_of_task, splits
             first_row = stop_row
