@@ -52,14 +52,18 @@ class Processes:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Processes:
-        """Read the variables that request processes; a ConfigError lists all wrong and missing values."""
-        problems: list[str] = []  # ``_number_from`` appends to it
+        """Read the environment variables that request several processes, on one machine or on several.
+
+        Without these variables, the result is one process. A ConfigError lists all wrong and missing values.
+        """
+        problems: list[str] = []  # ``_number_from`` appends a message for a wrong value, and returns the default
         per_node = _number_from(environ, "NPROC_PER_NODE", problems, default=1, minimum=1)
         num_nodes = _number_from(environ, "NNODES", problems, default=1, minimum=1)
         node_rank = _number_from(environ, "NODE_RANK", problems, default=0, minimum=0)
         port = _number_from(environ, "MASTER_PORT", problems, default=0, minimum=1, maximum=_MAX_PORT)
         # The name of a single machine is not used: it may not resolve.
         address = environ.get("MASTER_ADDR", "") if num_nodes > 1 else _THIS_MACHINE
+
         if node_rank >= num_nodes:
             problems.append(f"NODE_RANK={node_rank}: with NNODES={num_nodes} it must be below {num_nodes}")
         if num_nodes > 1 and not environ.get("NODE_RANK"):
@@ -198,15 +202,16 @@ _STORE_SECONDS = 2.0
 
 
 def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether another process of this run has printed a message; if not, record that this one prints it.
+    """Return whether another process of this run prints a message; if not, record that this one prints it.
 
-    Without torchrun, or if its store does not respond, every process prints its messages.
+    The record is in the key-value store of torchrun, at MASTER_ADDR:MASTER_PORT of ``environ`` (None: of this process).
+    Without a store, or if it does not respond, returns False, so that every process prints its messages.
     """
     environ = os.environ if environ is None else environ
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if environ.get("WORLD_SIZE") == "1" or not has_store:
         return False
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # here, because it takes seconds
 
     rank = environ.get("RANK", "")
     try:
@@ -216,7 +221,8 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
         timeout = timedelta(seconds=_STORE_SECONDS)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         # Set the key to this rank if it is new; the result is the rank that set it first.
-        first_rank = store.compare_set(_message_key(message, environ), "", rank)
+        key = _message_key(message, environ)
+        first_rank = store.compare_set(key, "", rank)
         return bool(first_rank != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):
         return False  # better printed twice than never

@@ -26,12 +26,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import main as torchrun
 
@@ -126,9 +126,15 @@ def _signal_ranks(number: int) -> bool:
 
 
 class LauncherGroup:
-    """The connection of this machine's launcher to those of the other machines, by the store of node 0.
+    """The connection of this machine's launcher to those of the other machines ("nodes"), by a store of node 0.
 
-    ``max_wait_seconds``: for other machines, at the start or after a failure.
+    Each launcher writes its record (processes, exit code) to the store, and node 0 publishes all of them there.
+
+    Args:
+        rank: number of this machine; node 0 creates the store.
+        per_node: training processes on each machine.
+        address, port: of the store.
+        max_wait_seconds: for other machines, at the start or after a failure.
     """
 
     def __init__(
@@ -140,7 +146,8 @@ class LauncherGroup:
         self.address, self.port = address, port
         self.store_address = f"{address}:{port}"
         self._record = _new_record(num_nodes, per_node)
-        # Published by node 0, by node rank: records, and once all launchers have met, the ids of their records.
+        # The state that node 0 publishes: "nodes", the records by number of the machine, and "met", the ids of these
+        # records by the same numbers, once all launchers have met.
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
         self._have_all_met = threading.Event()
         self._is_leaving = threading.Event()
@@ -152,7 +159,8 @@ class LauncherGroup:
         self._store_error = "not connected yet"
         self._port_error: ConfigError | None = None  # on node 0, if the port is in use
         self._serves_store = False
-        self._beats: dict[str, tuple[tuple[str, int], float]] = {}  # on node 0, by node rank: (id, beat) and its time
+        # On node 0, by number of the machine: (id, counter) of its record, and when these were first seen.
+        self._beats: dict[str, tuple[tuple[str, int], float]] = {}
 
         # Failures of other machines, and lines about waiting for them:
         self._failure_seen_at: float | None = None
@@ -192,15 +200,17 @@ class LauncherGroup:
         return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._status() or reason}", causes)
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Publish this machine's exit code and the reason of its failure, and wait until the others have read them.
+        """Publish this machine's exit code and the reason of its failure, and wait while the others need the store.
 
-        If the reason is unknown, another machine may have failed first: its failure is awaited and printed.
+        If the reason is unknown, another machine may have failed first: its failure is awaited and printed. Waits at
+        most ``_LEAVE_SECONDS``.
         """
         self._is_leaving.set()
         self._thread.join()
         if not self._have_all_met.is_set():
             return
-        self._record["end"] = {"code": code, "reason": reason}
+
+        self._record["end"] = {"code": code, "reason": reason}  # ``_exchange`` publishes it
         is_unexplained = code == EXIT_UNEXPECTED and not reason
         deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline:
@@ -209,6 +219,7 @@ class LauncherGroup:
             if not awaits_failure and not self._is_store_needed():
                 break
             time.sleep(_BEAT_SECONDS / 2)
+
         if is_unexplained:
             self._print_new_failures()
         minutes = (time.monotonic() - self._begin) / 60
@@ -235,7 +246,11 @@ class LauncherGroup:
                 self._end_stuck_ranks()
 
     def _exchange(self) -> None:
-        """Write this machine's record to the store, and update ``_state``; connect first if necessary."""
+        """Write this machine's record to the store of node 0, and update ``_state`` from it; connect if necessary.
+
+        On node 0, ``_state`` is made from the records of all machines, and published for the others. After an error,
+        the store is disconnected, and ``_store_error`` has the reason.
+        """
         try:
             store = self._store or self._connect()
             self._record["beat"] += 1
@@ -469,35 +484,62 @@ def _launcher_group(arguments: Sequence[str]) -> LauncherGroup | None:
     return LauncherGroup(num_nodes, options.node_rank, per_node, address, port, max_wait_seconds=max_wait_seconds)
 
 
-def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str]:
-    """Run torchrun; return the exit code, and the reason of a failure if no rank has printed it."""
+class RunResult(NamedTuple):
+    """Exit code of this machine's ranks, as in a shell, and the reason of a failure that no rank has printed."""
+
+    exit_code: int
+    reason: str = ""
+
+
+class _RankFailure(NamedTuple):
+    """A training process that failed; ``exit_code`` is -n if signal n ended it."""
+
+    rank: int
+    pid: int
+    exit_code: int
+
+    def was_caused_by(self, signal_number: int) -> bool:
+        """Return whether this signal ended the process, directly or by a handler that exits as in a shell."""
+        return self.exit_code in (-signal_number, _SIGNAL_BASE + signal_number)
+
+
+def _run_ranks(torchrun_arguments: Sequence[str], forwarder: SignalForwarder) -> RunResult:
+    """Run this machine's training processes ("ranks") with torchrun, and wait until they have ended.
+
+    ``forwarder`` passes SIGTERM, SIGUSR1 and Ctrl-C on to the ranks. The exit code is 128 + n after signal n. The
+    reason is empty after success, and also if a rank exited with an error, because the rank has printed it.
+    """
     try:
-        torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
+        # torchrun must not handle the signals of ``forwarder``.
+        torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *torchrun_arguments])
     except ChildFailedError as error:
-        rank, failure = _first_failure(error)
+        failure = _first_failure(error)
     else:
-        return 0, ""
-    code = int(failure.exitcode)  # negative if a signal ended the rank
-    forwarded = forwarder.received
-    if forwarded and code in (-forwarded, _SIGNAL_BASE + forwarded):
-        return _SIGNAL_BASE + forwarded, signal.Signals(forwarded).name
-    if code >= 0:
-        return code or EXIT_UNEXPECTED, ""
-    name = signal.Signals(-code).name
-    reason = f"rank {rank} (process {failure.pid}) was ended by {name}"
-    if name == "SIGKILL":
+        return RunResult(exit_code=0)
+
+    forwarded_signal = forwarder.received
+    if forwarded_signal and failure.was_caused_by(forwarded_signal):
+        return RunResult(_SIGNAL_BASE + forwarded_signal, reason=signal.Signals(forwarded_signal).name)
+    if failure.exit_code >= 0:  # no signal ended the rank
+        return RunResult(failure.exit_code or EXIT_UNEXPECTED)
+
+    signal_number = -failure.exit_code
+    signal_name = signal.Signals(signal_number).name
+    reason = f"rank {failure.rank} (process {failure.pid}) was ended by {signal_name}"
+    if signal_name == "SIGKILL":
         reason += " (out of memory?)"
     advice = "--resume-from-checkpoint true resumes from the newest checkpoint, if there is one."
     show(f"packtool: {reason}; all others were stopped.\n{advice}", error=True)
-    return _SIGNAL_BASE - code, reason
+    return RunResult(_SIGNAL_BASE + signal_number, reason)
 
 
-def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return number and failure of a killed rank, or else of the rank that failed first."""
+def _first_failure(error: ChildFailedError) -> _RankFailure:
+    """Return the failure of a killed rank, or else of the rank that failed first."""
     # If a rank is killed, the others fail too, and torchrun may notice one of them first.
     sigterm = -signal.SIGTERM
     killed = [(rank, each) for rank, each in error.failures.items() if each.exitcode < 0 and each.exitcode != sigterm]
-    return killed[-1] if killed else error.get_first_failure()
+    rank, failure = killed[-1] if killed else error.get_first_failure()
+    return _RankFailure(rank, failure.pid, int(failure.exitcode))
 
 
 def run_launcher(arguments: Sequence[str]) -> int:

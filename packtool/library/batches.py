@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -114,10 +114,14 @@ class Batches(Dataset[dict[str, Any]]):
             )
 
     def _prepare(self, resume_state: RunState | None) -> None:
-        """Prepare the micro-batches of the plan, or of the packs that remain after the steps of ``resume_state``."""
+        """Prepare the micro-batches of the plan, or of the packs that remain after the steps of ``resume_state``.
+
+        Sets all attributes that depend on it; the next iteration starts at the first of these micro-batches.
+        """
         self._resume_state = resume_state
-        world = World(size=self.plan.world_size)
-        self._run = Run.of(self._config, world, ResumePoint(saved_state=resume_state), self.plan.preview.inputs)
+        all_ranks = World(size=self.plan.world_size)
+        resume_point = ResumePoint(saved_state=resume_state)
+        self._run = Run.of(self._config, all_ranks, resume_point, self.plan.preview.inputs)
         self._caches = self._run.caches
         self._timeline = self._caches.timeline
         self._tensors = MicroBatches(
@@ -132,6 +136,7 @@ class Batches(Dataset[dict[str, Any]]):
         self._first_step = current_assignment.first_step  # of micro-batch 0
         self._first_epoch, _ = self._timeline.locate(self._first_step)
         self._count_micro_batches()
+
         self._start_number = 0  # of the first micro-batch of the next iteration
         self._next_number = 0  # of the micro-batch after the one that was returned last
 
@@ -194,35 +199,32 @@ class Batches(Dataset[dict[str, Any]]):
         return {**position, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration start after the last micro-batch that was returned before ``state_dict``.
+        """Resume: let the next iteration start after the last micro-batch that was returned before ``state_dict``.
+
+        The number of data-parallel ranks may have changed if the state was saved at the end of an optimizer step. Then
+        the remaining packs are divided among the new ranks, and micro-batches are numbered from 0 again.
 
         Raises:
             MismatchError: if the state belongs to another plan or other caches, or was taken within a step and the
                 number of ranks has changed.
         """
-        saved_run, num_returned, counts_all_ranks, ends_step = _parse_state(state)
-        own_run = self._run.state
-        try:
-            own_run.check_continues("this state", saved_run)
-        except MismatchError as error:
-            raise MismatchError(error.message, "Create plan and batches with the same options as then.") from None
-        # With another number of ranks, the remaining packs are assigned again, which is possible between two steps.
-        is_reassigned = own_run.needs_reassignment(saved_run)
-        if not is_reassigned and counts_all_ranks != (self.rank == "all"):
-            raise MismatchError(
-                'either this state or these batches count those of all ranks (rank="all"), but not both',
-                "Use the same rank= as for the state.",
-            )
-        if is_reassigned and not ends_step:
-            raise MismatchError(
-                f"this state was taken within step {saved_run.step}, whose remaining packs cannot be assigned to "
-                f"another number of ranks: {saved_run.world_size} then, {own_run.world_size} now",
-                'Take states where batch["targets"].ends_step is true.',
-            )
-        if is_reassigned or saved_run.assignments != own_run.assignments:
-            self._prepare(saved_run)
-        self._start_number = 0 if is_reassigned else num_returned  # reassigned micro-batches have new numbers
-        self._next_number = self._start_number
+        saved = _parse_state(state)
+        current_run = self._run.state
+        _check_same_plan(current_run, saved.run)
+
+        if current_run.needs_reassignment(saved.run):  # the number of ranks has changed
+            _check_saved_at_step_end(saved, current_run.world_size)
+            self._prepare(resume_state=saved.run)
+            start_number = 0
+        else:
+            _check_same_numbering(saved, self.rank)
+            if saved.run.assignments != current_run.assignments:  # packs were assigned again before the state was saved
+                self._prepare(resume_state=saved.run)
+            start_number = saved.num_returned
+
+        # ``_prepare`` resets both numbers, so they are set last.
+        self._start_number = start_number
+        self._next_number = start_number
 
     def _count_micro_batches(self) -> None:
         """Count the micro-batches of one rank in the E epochs of the run, from ``_first_step`` on.
@@ -330,14 +332,56 @@ class Batches(Dataset[dict[str, Any]]):
         self._prepare(resume_state)
 
 
-def _parse_state(state: Mapping[str, Any]) -> tuple[RunState, int, bool, bool]:
-    """Return run, ``micro_batch``, ``of_all_ranks`` and ``ends_step`` of a result of ``Batches.state_dict``."""
+class _SavedState(NamedTuple):
+    """A result of ``Batches.state_dict``.
+
+    Args:
+        num_returned: micro-batches returned before.
+        counts_all_ranks: whether these are counted over all ranks.
+        ends_step: whether the last one ended an optimizer step.
+    """
+
+    run: RunState
+    num_returned: int
+    counts_all_ranks: bool
+    ends_step: bool
+
+
+def _parse_state(state: Mapping[str, Any]) -> _SavedState:
+    """Check a result of ``Batches.state_dict``, which may have been in a file; MismatchError if it is none."""
     try:
         assignments = tuple(Assignment(*each) for each in state["run"]["assignments"])  # JSON makes lists of tuples
         run = RunState(**{**state["run"], "assignments": assignments})
-        return run, int(state["micro_batch"]), bool(state["of_all_ranks"]), bool(state["ends_step"])
+        return _SavedState(run, int(state["micro_batch"]), bool(state["of_all_ranks"]), bool(state["ends_step"]))
     except (KeyError, TypeError, ValueError) as error:
         raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
+
+
+def _check_same_plan(current_run: RunState, saved_run: RunState) -> None:
+    """Raise MismatchError if a saved run has another plan or other caches than the current one."""
+    try:
+        current_run.check_continues("this state", saved_run)
+    except MismatchError as error:
+        raise MismatchError(error.message, "Create plan and batches with the same options as then.") from None
+
+
+def _check_same_numbering(saved: _SavedState, rank: int | Literal["all"]) -> None:
+    """Raise MismatchError if only one of state and batches numbers the micro-batches of all ranks."""
+    if saved.counts_all_ranks != (rank == "all"):
+        raise MismatchError(
+            'either this state or these batches count those of all ranks (rank="all"), but not both',
+            "Use the same rank= as for the state.",
+        )
+
+
+def _check_saved_at_step_end(saved: _SavedState, num_ranks: int) -> None:
+    """Raise MismatchError if a state was saved within a step; its packs cannot be assigned to other ranks."""
+    if not saved.ends_step:
+        raise MismatchError(
+            f"this state was taken within step {saved.run.step}, whose remaining packs cannot be assigned to "
+            f"another number of ranks: {saved.run.world_size} then, {num_ranks} now",
+            'Take states where batch["targets"].ends_step is true.',
+        )
 
 
 def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
