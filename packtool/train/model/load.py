@@ -128,32 +128,35 @@ def load_model(
     quantized = None
     if quantization is not None:
         quantized = quantization_config(quantization, config, dtype, computation_dtype)
-    settings: dict[str, Any] = {"dtype": dtype, "quantization_config": quantized}
-    if quantized is not None and getattr(config, "quantization_config", None):
+
+    load_arguments: dict[str, Any] = {"dtype": dtype, "quantization_config": quantized}
+    is_stored_quantized = bool(getattr(config, "quantization_config", None))
+    if quantized is not None and is_stored_quantized:
         # transformers takes the quantization of a quantized checkpoint from ``config``.
         config = copy.deepcopy(config)
         config.quantization_config = quantized.to_dict()
-        settings["quantization_config"] = None
+        load_arguments["quantization_config"] = None
+
     if experts is not None:
-        loaded = _read_divided_weights(model, config, settings, experts)
+        loaded_model = _load_with_divided_experts(model, config, load_arguments, experts)
     else:
-        loaded = _read_weights(model, config, settings)
+        loaded_model = _load_weights(model, config, load_arguments)
     if quantized is not None:
-        disable_avx512_layout(loaded)  # it has no backward pass
-    _drop_unused_conversions(loaded)
-    route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
-    return loaded
+        disable_avx512_layout(loaded_model)  # it has no backward pass
+    _drop_unused_conversions(loaded_model)
+    route_attention(loaded_model, packing=packing, attn_impl=attn_impl, parallel=parallel)
+    return loaded_model
 
 
-def _read_divided_weights(
-    model: str | None, config: PreTrainedConfig, settings: dict[str, Any], experts: DistributedConfig
+def _load_with_divided_experts(
+    checkpoint: str | None, config: PreTrainedConfig, load_arguments: dict[str, Any], experts: DistributedConfig
 ) -> PreTrainedModel:
-    """Load a mixture of experts whose experts are divided among processes."""
+    """Load a mixture of experts of which each process holds only some experts; see ``_load_weights``."""
     with experts_transposed_correctly():  # despite an error in transformers
-        loaded = _read_weights(model, config, settings | {"distributed_config": experts})
+        model = _load_weights(checkpoint, config, load_arguments | {"distributed_config": experts})
     # Remove it, so that saved configs do not contain the division among the processes of this run.
-    loaded.config.__dict__.pop("distributed_config", None)
-    return loaded
+    model.config.__dict__.pop("distributed_config", None)
+    return model
 
 
 def _drop_unused_conversions(model: Any) -> None:
@@ -163,30 +166,50 @@ def _drop_unused_conversions(model: Any) -> None:
         model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
-def _read_weights(model: str | None, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
-    """Call ``from_pretrained``, and check that the checkpoint has all weights; without one, initialize at random."""
-    config = copy.deepcopy(config)  # transformers writes the kind of attention into it
-    if model is None:
-        random_model: PreTrainedModel = auto_class(config).from_config(
-            config, attn_implementation="sdpa", dtype=settings["dtype"]
+def _load_weights(checkpoint: str | None, config: PreTrainedConfig, load_arguments: dict[str, Any]) -> PreTrainedModel:
+    """Load a model from a checkpoint, or create it with random weights.
+
+    Args:
+        checkpoint: directory or hub name; None for random weights.
+        config: architecture of the model. It is not changed.
+        load_arguments: further arguments of ``from_pretrained``. Random weights use only its ``dtype``.
+
+    Raises:
+        MismatchError: if the weights cannot be read, or if the checkpoint lacks weights of the model.
+    """
+    model_class = auto_class(config)
+    config = copy.deepcopy(config)  # transformers writes the attention implementation into it
+    if checkpoint is None:
+        random_model: PreTrainedModel = model_class.from_config(
+            config, attn_implementation="sdpa", dtype=load_arguments["dtype"]
         )
         return random_model
+
     try:
-        loaded, loading_info = auto_class(config).from_pretrained(
-            model, config=config, attn_implementation="sdpa", output_loading_info=True, **settings
+        model, loading_info = model_class.from_pretrained(
+            checkpoint, config=config, attn_implementation="sdpa", output_loading_info=True, **load_arguments
         )
     except (OSError, SafetensorError) as error:
         raise MismatchError(
-            f"the weights of {model} cannot be read: {error}",
+            f"the weights of {checkpoint} cannot be read: {error}",
             "Download the complete files again: a clone without git lfs contains only pointers to them.",
         ) from error
-    if missing := sorted(loading_info["missing_keys"]):
-        names = ", ".join(missing[:_MAX_SHOWN_NAMES]) + (", ..." if len(missing) > _MAX_SHOWN_NAMES else "")
+
+    # transformers would only warn, and initialize missing weights at random.
+    missing_names = sorted(loading_info["missing_keys"])
+    if missing_names:
+        shown_names = _shorten(missing_names, _MAX_SHOWN_NAMES)
         raise MismatchError(
-            f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {names}",
+            f"{checkpoint} lacks {len(missing_names)} weights of a {type(model).__name__}: {shown_names}",
             "Check that --model is a complete checkpoint with a language head.",
         )
-    return loaded
+    return model
+
+
+def _shorten(names: Sequence[str], max_names: int) -> str:
+    """Join names by commas; only the first ``max_names``, then "...", if there are more."""
+    dots = ", ..." if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + dots
 
 
 def load_trained(trained: TrainedModel, spec: InputSpec, dtype: torch.dtype, **settings: Any) -> nn.Module:
@@ -223,7 +246,10 @@ def input_spec(run: Run) -> InputSpec:
 def build_model(
     run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None, progress: Progress
 ) -> tuple[PreTrainedModel | PeftModel, SavedPrecision, dict[str, str]]:
-    """Load the model that a run trains, make it trainable, and compile its layers if requested.
+    """Load the model of a run, make it trainable, and compile its layers if requested.
+
+    Args:
+        dtype: precision of the computation.
 
     Returns:
         the model, bare or inside an adapter; the precision of its weights in checkpoints; and the files of
@@ -232,29 +258,35 @@ def build_model(
     config = run.config
     set_seed(config.seed)  # so that all ranks initialize the same weights, of the model or of adapters
     checkpoint = _full_checkpoint(run)
-    model = _load_for_training(checkpoint, run, spec, dtype, parallel)
-    saved_precision = SavedPrecision.of(spec.config, model)
-    saves_base_tensors = config.train_type == "full" and checkpoint is not None
-    files_of_unloaded = unloaded_tensors(model, run.source.files.directory) if saves_base_tensors else {}
-    trained = make_trainable(model, config)
-    _load_resumed_weights(trained, run.resume_point.weights, progress)
-    lines = [precision_line(trained, dtype, config, saved_precision.dtype)]
-    lines += unloaded_lines(files_of_unloaded, config.model)
-    lines += adapter_lines(trained, config)
-    lines += quantization_lines(trained, spec.config.model_type, config)
+    loaded_model = _load_for_training(checkpoint, run, spec, dtype, parallel)
+
+    # Read both before ``make_trainable`` converts weights and adds adapters.
+    saved_precision = SavedPrecision.of(spec.config, loaded_model)
+    unloaded_files: dict[str, str] = {}
+    if config.train_type == "full" and checkpoint is not None:
+        unloaded_files = unloaded_tensors(loaded_model, run.source.files.directory)
+
+    model = make_trainable(loaded_model, config)
+    _load_resumed_weights(model, run.resume_point.weights, progress)
+    lines = [
+        precision_line(model, dtype, config, saved_precision.dtype),
+        *unloaded_lines(unloaded_files, config.model),
+        *adapter_lines(model, config),
+        *quantization_lines(model, spec.config.model_type, config),
+    ]
     for line in lines:
         progress.note(line)
     if config.torch_compile:
-        compile_layers(trained, config.torch_compile_backend)
-    return trained, saved_precision, files_of_unloaded
+        compile_layers(model, config.torch_compile_backend)
+    return model, saved_precision, unloaded_files
 
 
 def _full_checkpoint(run: Run) -> str | None:
     """Return the directory or hub name of the model to load, without adapter; None for random weights."""
-    resumed = run.resume_point.weights  # checkpoint of which only the weights are loaded, or None
-    if resumed is not None and run.config.train_type == "full":
-        return resumed
-    if resumed is None and run.config.train_from_scratch:
+    weights_checkpoint = run.resume_point.weights  # checkpoint of which only the weights are loaded, or None
+    if weights_checkpoint is not None and run.config.train_type == "full":
+        return weights_checkpoint
+    if weights_checkpoint is None and run.config.train_from_scratch:
         return None
     return absolute_model(run.config.model)
 
@@ -273,7 +305,11 @@ def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str | 
 def _load_for_training(
     checkpoint: str | None, run: Run, spec: InputSpec, computation_dtype: torch.dtype, parallel: SequenceParallel | None
 ) -> PreTrainedModel:
-    """Load a model for a run, from a checkpoint or, without one, with random weights."""
+    """Load the model of a run, without adapter, from a checkpoint; with random weights if that is None.
+
+    The precision of its weights may differ from that of the computation. ``parallel`` says how ranks share a sequence;
+    None if each has its own.
+    """
     config = run.config
     weight_dtype = loaded_dtype(computation_dtype, spec.config, config)
     experts = None
@@ -333,13 +369,16 @@ def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = 
 def unloaded_lines(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
     """Yield a line with the tensors that saved models keep from their base model, if there are any."""
     if unloaded:
-        names = ", ".join(sorted(unloaded)[:_MAX_SHOWN_TENSORS])
-        names += ", ..." if len(unloaded) > _MAX_SHOWN_TENSORS else ""
+        names = _shorten(sorted(unloaded), _MAX_SHOWN_TENSORS)
         yield f"saved models keep {len(unloaded):,} tensors of {base} that transformers does not load: {names}"
 
 
 def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
-    """Add ``unloaded_tensors`` to the model saved in ``output`` in additional shards, and rewrite its index."""
+    """Add tensors of the base model, which transformers did not load, to a saved model.
+
+    ``output`` is the directory of the saved model, ``unloaded`` the file of each tensor (see ``unloaded_tensors``).
+    Each of these files gives one more shard. Tensors that the saved model has already are not added.
+    """
     saved_files = tensor_files(output)
     names_by_source = defaultdict[str, list[str]](list)  # of the tensors to add, by their file
     for name, source in unloaded.items():
@@ -347,15 +386,16 @@ def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
             names_by_source[source].append(name)
     if not saved_files or not names_by_source:
         return
+
     saved_shards = sorted(set(saved_files.values()))
-    paths = _shard_paths(output, len(saved_shards) + len(names_by_source))
-    saved_paths, new_paths = paths[: len(saved_shards)], paths[len(saved_shards) :]
+    num_saved = len(saved_shards)
+    all_paths = _shard_paths(output, num_saved + len(names_by_source))
     # Rename the saved shards, because the name of a shard contains the number of shards; so no new name exists yet.
-    for shard, path in zip(saved_shards, saved_paths, strict=True):
-        os.replace(shard, path)
-    for (source, names), path in zip(names_by_source.items(), new_paths, strict=True):
+    for shard, new_path in zip(saved_shards, all_paths[:num_saved], strict=True):
+        os.replace(shard, new_path)
+    for (source, names), path in zip(names_by_source.items(), all_paths[num_saved:], strict=True):
         save_file(_read_tensors(source, names), path, {"format": "pt"})
-    _write_index(output, paths)
+    _write_index(output, all_paths)
 
 
 def _shard_paths(directory: str, num_shards: int) -> list[str]:
