@@ -190,9 +190,9 @@ def _write_table(
 
 
 def _write_tar(file: AtomicFile, packs: Iterable[Pack]) -> bytes:
-    """Write a tar file with a JSON document and the embedded media files of each pack, named as in WebDataset.
+    """Write the packs as a tar file, named as in WebDataset: ``000000007.json`` and the media files of pack 7.
 
-    Returns the index that Megatron Energon reads: offsets of the packs and of the end in the tar file, uint64 each.
+    Returns the index that Megatron Energon reads: byte offsets of the packs and of the file's end, uint64 each.
     """
     target: Any = file
     # Mode "w|" never seeks, as object stores require.
@@ -201,9 +201,9 @@ def _write_tar(file: AtomicFile, packs: Iterable[Pack]) -> bytes:
     for each in packs:
         offsets.append(tar.offset)
         for name, data in _files_of_pack(each).items():
-            info = tarfile.TarInfo(f"{each.number:09d}.{name}")
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+            header = tarfile.TarInfo(f"{each.number:09d}.{name}")
+            header.size = len(data)
+            tar.addfile(header, io.BytesIO(data))
     offsets.append(tar.offset)
     tar.close()
     return struct.pack(f"<{len(offsets)}Q", *offsets)
@@ -277,9 +277,10 @@ class _FileJob(NamedTuple):
 
 
 def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
-    """Pack the samples of caches, or take the packs of a saved plan, and write them to files.
+    """Write packs (groups of samples for one sequence) to files, for trainers other than packtool's.
 
-    Mismatches of caches, plan and options are reported before anything is written.
+    The samples come from caches of tokens. They are packed here, or as in a saved plan (``--plan``). Mismatches of
+    caches, plan and options raise an error before anything is written; the manifest is written last.
     """
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     _load_spec(config, reader.manifests[0])  # the spec is not used here, but an error is raised before packing
@@ -288,12 +289,14 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
         _check_no_media(packing.samples, reader)
     directory = storage.normalize(config.output_dir)
     _check_empty(directory)
+
     jobs = _divide_into_files(packing, config)
-    files = _write_files(jobs, directory, config.dataset_num_proc, progress)
+    file_entries = _write_files(jobs, directory, config.dataset_num_proc, progress)
     if config.format == "energon":
-        _write_energon_files(directory, config.split, files)
-    summary = PacksSummary.of(packing, reader, config, len(files))
-    storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
+        _write_energon_files(directory, config.split, file_entries)
+    summary = PacksSummary.of(packing, reader, config, len(file_entries))
+    manifest = _manifest(config, reader, summary, file_entries)
+    storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), manifest)
     return summary
 
 
@@ -349,9 +352,14 @@ def _write_energon_files(directory: str, split: str, files: list[dict[str, Any]]
         storage.publish(storage.join(directory, ".nv-meta", name), _json(content))
 
 
-def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:
-    """Return the manifest as JSON; ``files`` has an entry for each file: name, number of packs, size and checksum."""
-    identity = reader.manifests[0].identity
+def _manifest(
+    config: PackConfig, reader: CacheReader, summary: PacksSummary, file_entries: list[dict[str, Any]]
+) -> bytes:
+    """Return the manifest of written packs as JSON: where they come from, how many they are, and their files.
+
+    ``file_entries`` has name, number of packs, size and checksum of each file.
+    """
+    identity = reader.manifests[0].identity  # the model and settings that the first cache was exported for
     media_of_caches = [str(manifest.identity.spec["media"]) for manifest in reader.manifests]
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -367,7 +375,7 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
         "tokens": summary.tokens,
         "target_tokens": summary.target_tokens,
         "capacity": summary.packing_length,
-        "files": files,
+        "files": file_entries,
     }
     return _json(manifest)
 
@@ -427,12 +435,15 @@ def _check_empty(directory: str) -> None:
 
 
 def _write_file(job: _FileJob) -> dict[str, Any]:
-    """Write one file of packs atomically, in a worker process; return its entry in the manifest."""
+    """Write one file of packs, in a worker process; return its entry in the manifest.
+
+    The file appears under its name when it is complete; after an error it is discarded.
+    """
     config = job.config
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     spec = _load_spec(config, reader.manifests[0])
     path = storage.join(config.output_dir, job.name)
-    file = AtomicFile(path)  # appears under its path on commit, or is discarded
+    file = AtomicFile(path)
     packs = _read_packs(job, reader, spec)
     try:
         if config.format in ("webdataset", "energon"):

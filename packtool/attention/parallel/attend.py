@@ -145,13 +145,20 @@ def attend_shard(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return causal attention, (T, Hq, D), within each document of a sequence that ranks share; collective over these.
+    """Compute causal attention within each document of a sequence whose tokens are divided among ranks.
+
+    All ranks of the sequence must call it. Local documents are this rank's alone; the tokens of sharded documents, and
+    so the keys that queries see, are spread over all ranks.
 
     Args:
         q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded documents.
         k, v: (T, Hkv, D).
+        shard: lengths of the documents.
         scale: factor on the scores, by default 1 / sqrt(D).
-        window: a query sees itself and at most ``window - 1`` tokens before it.
+        window: a query sees itself and at most ``window - 1`` tokens before it; None: all before it.
+
+    Returns:
+        (T, Hq, D), in the order of q.
     """
     if window is not None:
         _check_window_support(shard, parallel)
@@ -178,7 +185,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        """Return the output (T, Hq, D): first of the local documents, then of the sharded ones, as in q, k and v."""
+        """Return the output (T, Hq, D) for this rank's tokens q (T, Hq, D), k and v (T, Hkv, D).
+
+        All have the tokens of local documents (this rank's alone) first, then those of documents that ranks share.
+        """
         num_local = call.shard.num_local
         local_q, local_k, local_v = _local_inputs(call, q, k, v)
         local_out, local_lse = None, None
@@ -189,24 +199,29 @@ class _Attend(torch.autograd.Function):
                 local_out, local_lse = call.kernel.fwd(local_q, local_k, local_v, call.local_block)
 
         sharded_out = None
-        saved_sharded: tuple[Tensor | None, ...] = ()
+        saved_sharded: tuple[Tensor | None, ...] = ()  # for ``backward``
         if call.shard.sharded_lengths:
-            inputs = q[num_local:], k[num_local:], v[num_local:]
-            # Calls ``attend_locally`` while its first exchange is under way.
-            sharded_out, saved = _sharded_forward(call, *inputs, during_exchange=attend_locally)
-            # Without Ulysses, ``result`` has the same output.
+            sharded_out, saved = _sharded_forward(
+                call,
+                q[num_local:],
+                k[num_local:],
+                v[num_local:],
+                during_exchange=attend_locally,  # called while the first exchange between ranks is under way
+            )
+            # Without Ulysses, ``out`` has the same output.
             separate_out = saved.out if call.has_ulysses else None
             saved_sharded = saved.q, saved.k, saved.v, separate_out, saved.lse
         else:
             attend_locally()
-        result = _concatenate(local_out, sharded_out)
-        ctx.call, ctx.num_key_heads = call, k.shape[1]
-        ctx.save_for_backward(result, local_q, local_k, local_v, local_lse, *saved_sharded)
-        return result
+        out = _concatenate(local_out, sharded_out)
+        ctx.call = call
+        ctx.num_key_heads = k.shape[1]
+        ctx.save_for_backward(out, local_q, local_k, local_v, local_lse, *saved_sharded)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v, and None for the call."""
+        """Return the gradients of q, k and v, and None for the call; ``grad`` (T, Hq, D) is that of the output."""
         call: AttentionCall = ctx.call
         num_local = call.shard.num_local
         local, sharded = _saved_tensors(ctx)
@@ -219,9 +234,12 @@ class _Attend(torch.autograd.Function):
 
         sharded_gradients: Gradients | tuple[None, None, None] = (None, None, None)
         if sharded is not None:
-            # Calls ``differentiate_locally`` while its first exchange is under way.
             sharded_gradients = _sharded_backward(
-                call, grad[num_local:], sharded, ctx.num_key_heads, during_exchange=differentiate_locally
+                call,
+                grad[num_local:],
+                sharded,
+                ctx.num_key_heads,
+                during_exchange=differentiate_locally,  # called while the first exchange between ranks is under way
             )
         else:
             differentiate_locally()
@@ -304,19 +322,23 @@ def _split_heads(joined: Tensor, num_heads: list[int], head_dims: list[int]) -> 
 def _sharded_backward(
     call: AttentionCall, grad: Tensor, saved: AttentionTensors, num_key_heads: int, during_exchange: _Task
 ) -> Gradients:
-    """Return the gradients of q, k and v of this rank's sharded tokens, from the gradient of their output (T, Hq, D).
+    """Return the gradients of q, k and v of this rank's tokens of the documents that ranks share.
 
-    ``saved`` are the tensors of ``_sharded_forward``, and ``num_key_heads`` the heads of k and v in its arguments.
+    Args:
+        grad: gradient of these tokens' output, (T, Hq, D).
+        saved: the tensors that ``_sharded_forward`` has returned for this purpose.
+        num_key_heads: heads of k and v in the arguments of ``_sharded_forward``, which may have repeated them.
+        during_exchange: called while the first exchange between ranks is under way.
     """
     if not call.has_ulysses:
         return _backward_over_ring(call, grad.contiguous(), saved, during_exchange)
+    # With Ulysses, ranks exchange tokens for heads: each computes some heads of all tokens.
     wait_for_grad = scatter_heads(grad, call.parallel.ulysses)
     during_exchange()
     gradients = _backward_over_ring(call, wait_for_grad(), saved, during_exchange=lambda: None)
     dq, dk, dv = _gather_gradients(call, gradients)
-    # If the forward pass repeated heads of k and v, all copies of a head are neighbours.
     num_copies = call.num_copies(num_key_heads)
-    if num_copies > 1:
+    if num_copies > 1:  # all copies of a head are neighbours
         dk = torch.unflatten(dk, 1, (num_key_heads, num_copies)).sum(2)
         dv = torch.unflatten(dv, 1, (num_key_heads, num_copies)).sum(2)
     return dq, dk, dv
@@ -414,10 +436,14 @@ def _backward_over_ring(
 
 
 def _ring_backward(call: AttentionCall, grad: Tensor, saved: AttentionTensors, during_exchange: _Task) -> Gradients:
-    """Pass K and V around the ring again, and after them their gradients, to which each rank adds its part."""
+    """Return the gradients of q, k and v of this rank's tokens, from that of their output (T, Hq, D).
+
+    Keys and values travel around the ring of ranks again, and after them their gradients, to which each rank adds its
+    part. ``during_exchange`` is called while the first transfer is under way.
+    """
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
     for num_hops, kv in enumerate(_kv_around_ring(call, saved.k, saved.v)):
-        if num_hops == 0:  # the first transfer is under way
+        if num_hops == 0:  # this rank's own keys and values; the first transfer is under way
             during_exchange()
             dq, dkv = _own_gradients(call, grad, saved)
         else:
@@ -432,7 +458,7 @@ def _ring_backward(call: AttentionCall, grad: Tensor, saved: AttentionTensors, d
         wait_for_dkv = start_ring_transfer(dkv, ring)
         dkv = wait_for_dkv()
     dk, dv = _split_kv(dkv, saved.k.shape[-1])
-    dtype = saved.q.dtype
+    dtype = saved.q.dtype  # sums have a higher precision
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 

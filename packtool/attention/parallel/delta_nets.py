@@ -40,15 +40,24 @@ _SCATTER, _GATHER = False, True  # directions of _ExchangeHeads
 def run_sharded(
     layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: RunIsolated
 ) -> Tensor:
-    """Run a gated delta net on the sharded documents, all ranks together: (1, T / P, hidden) in and out."""
+    """Run a gated delta net, a recurrent layer, on documents whose tokens are divided among P ranks.
+
+    All ranks must call it. The recurrence needs all tokens of a document in order, but its heads are independent, so
+    each rank runs some heads on the tokens of all ranks.
+
+    Args:
+        hidden_states: this rank's tokens of these documents, (1, T / P, hidden); the result has the same shape.
+        run: calls the layer's forward on packed documents so that none affects another.
+    """
     net: Any = layer
+    num_ranks = parallel.split.size
     # Queries, keys, values, the output's gate, how much is written into the state (b), and how fast it decays (a).
     q, k, v, gate, b, a = _projected(net, hidden_states)
-    channels_by_rank = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)  # (T / P, P, C)
+    channels_by_rank = _channels_by_rank(net, (q, k, v, b, a), num_ranks)  # (T / P, P, C)
     # Exchange all heads of this rank's tokens for this rank's heads of all tokens.
     inputs: Tensor = _ExchangeHeads.apply(channels_by_rank, parallel.group, _SCATTER)
     # Call the forward of the layer's class with another ``self``, which has only this rank's heads.
-    layer_of_rank = _RankHeads(net, parallel.split.size, parallel.split.rank)
+    layer_of_rank = _RankHeads(net, num_ranks, parallel.split.rank)
     forward = partial(type(layer).forward, layer_of_rank)
     outputs = _run_in_document_order(forward, inputs, shard, run)
     # Exchange this rank's heads of all tokens back for all heads of this rank's tokens.
