@@ -82,9 +82,9 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
     from packtool.report.tables import print_table
 
     preview = plan.preview
-    name = " ".join(config.cached_dataset) or config.mix or config.lengths
-    stage = "an epoch of the first stage of " if preview.inputs.stages else ""
-    print_table(f"plan for {stage}{name}", plan.lines)
+    data_name = " ".join(config.cached_dataset) or config.mix or config.lengths
+    scope = "an epoch of the first stage of " if preview.inputs.stages else ""
+    print_table(f"plan for {scope}{data_name}", plan.lines)
     _print_sources(preview)
     for line in (preview.batch_line, preview.shared_line):
         if line is not None:
@@ -94,9 +94,9 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
         # The estimate takes seconds, so all immediate results are printed before it.
         _print_memory(config, preview)
     if config.media:
-        times = _loading_times(config, preview)
-        print_table("\nmedia, loaded on this machine", times.table())
-        show("\n".join(["", *times.sentences()]))
+        loading_times = _loading_times(config, preview)
+        print_table("\nmedia, loaded on this machine", loading_times.table())
+        show("\n".join(["", *loading_times.sentences()]))
     for path in (config.save, config.lock, config.html):
         if path is not None:
             show(f"written: {path}")
@@ -145,17 +145,18 @@ def _print_memory(config: PlanConfig, preview: Preview) -> None:
 
 
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:
-    """Print, or write as a page, the figures of one plan for each packing length of ``--sweep``."""
+    """Plan an epoch for each packing length of ``--sweep``, print a table to compare them, and write it with --html."""
     from packtool import storage
     from packtool.report.plan import sweep_cells, sweep_page
     from packtool.report.tables import aligned
     from packtool.simulate.run import names_of
     from packtool.train.prepare.preview import preview
 
-    previews = [preview(config, length) for length in config.sweep_lengths()]
-    figures = [plan.figures(config.tflops, config.mfu) for plan in previews]
+    plans = [preview(config, packing_length) for packing_length in config.sweep_lengths()]
+    figures = [plan.figures(config.tflops, config.mfu) for plan in plans]  # of each plan, by name
     lines = aligned(sweep_cells(figures), "r")
-    for reason in dict.fromkeys(plan.inputs.no_sharing_reason for plan in previews):  # each reason once
+    no_sharing_reasons = dict.fromkeys(plan.inputs.no_sharing_reason for plan in plans)  # each once; None: no message
+    for reason in no_sharing_reasons:
         if reason is not None:
             lines += ["", reason]
     if config.html is not None:
