@@ -422,7 +422,7 @@ def chunks_of_turn(tokens: JoinedTokens, turn: LocatedTurn) -> list[tuple[Chunk,
 
 
 def turn_borders(turns: Sequence[LocatedTurn]) -> IntArray:
-    """Return ``Tokenized.borders``: where turns and their headers begin and end, ascending."""
+    """Return ``Tokenized.borders``, int32 (B,): where turns and their headers begin and end, ascending."""
     positions = {position for turn in turns for position in (*turn.header, *turn.span)}
     return np.array(sorted(positions), np.int32)
 
