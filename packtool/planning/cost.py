@@ -236,18 +236,21 @@ def _part_flops(
     has_input_gradient: bool = False,
     recomputes: bool | int = False,
 ) -> _PartFlops:
-    """Sum the FLOPs of consecutive modules, forward and backward.
+    """Sum the FLOPs of consecutive modules of a model, forward and backward.
 
-    ``training``, by module name, says which weights are trained; attention has none. ``has_input_gradient``: backward
-    computes the gradient of the part's input. ``recomputes``: backward runs the forward pass again, of all layers or of
-    that number of first layers.
+    Args:
+        training: which weights of a module are trained, by the module's name; attention has none.
+        lora_rank: of the adapters, if there are any.
+        has_input_gradient: backward computes the gradient of the first module's input.
+        recomputes: backward runs the forward pass again, of all layers or of that number of first layers.
     """
     is_trained = [module.kind != "attention" and training[module.name].any for module in modules]
     # Backward reaches a module if that one, or anything before it, is trained.
     is_reached = list(accumulate(is_trained, operator.or_, initial=has_input_gradient))  # before all, and after each
-    recomputed_layers = _recomputed_layers(modules, is_reached[1:], recomputes)
+    reached_before, reached_after = is_reached[:-1], is_reached[1:]
+    recomputed_layers = _recomputed_layers(modules, reached_after, recomputes)
     per_unit = per_square = per_window = per_cross = 0.0
-    for module, num_gradients in zip(modules, _num_input_gradients(modules, is_reached[:-1]), strict=True):
+    for module, num_gradients in zip(modules, _num_input_gradients(modules, reached_before), strict=True):
         num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
             num_passes = num_forward + _ATTENTION_BACKWARD * num_gradients
@@ -500,8 +503,12 @@ class StepTime:
     def _flops_with_exchanges(self, local: Sequence[Load], sharded_attention: float, sharded_tokens: int) -> float:
         """Return the FLOPs of the busiest rank's local sequences, and of its waiting for exchanges.
 
-        Seconds of waiting count as the FLOPs that the device could compute meanwhile. ``local`` is the work of each
-        rank's local sequences, and ``sharded_attention`` the attention to sharded sequences on every rank.
+        Ranks exchange tensors of sharded sequences while they compute attention, which hides a part of the exchange.
+        The remaining seconds count as the FLOPs that a rank could compute meanwhile.
+
+        Args:
+            local: work of the sequences that each rank computes alone.
+            sharded_attention: FLOPs of attention to sharded sequences, on every rank.
         """
         waiting_of_all_ranks = 0.0
         partly_hidden = []  # FLOPs of exchanges, and the share of a rank's local attention during which they run

@@ -166,19 +166,30 @@ def _language_modules(
 
 
 def _module(model: Any, weight: str, flops_per_token: float) -> ModuleCost:
-    """Return the cost of a weight, by its name, from the FLOPs of its products for a token."""
+    """Describe one weight of a model: its widths, and how often a token is multiplied with it.
+
+    Args:
+        weight: a parameter's name; with three dimensions, it holds the weights of all experts of a layer.
+        flops_per_token: of the products with it, for one token; 0 for norms and embeddings, which have none.
+    """
     owner = model.get_submodule(weight.rpartition(".")[0])
     is_convolution = isinstance(owner, nn.Conv1d)
     shape = model.get_parameter(weight).shape or (1,)
-    num_experts = shape[0] if len(shape) == 3 and not is_convolution else 1
+    holds_experts = len(shape) == 3 and not is_convolution
+    num_experts = shape[0] if holds_experts else 1
     outputs, inputs = math.prod(shape[:-1]) // num_experts, shape[-1]
-    kind: ModuleKind = "convolution" if is_convolution else "linear" if isinstance(owner, nn.Linear) else "tensor"
+    kind: ModuleKind = "linear" if isinstance(owner, nn.Linear) else "tensor"
+    if is_convolution:
+        kind = "convolution"
     if not flops_per_token:
         kind, inputs, outputs = "no_matmul", outputs, inputs
+
     uses_per_token = flops_per_token / (2 * inputs * outputs)
-    if num_experts > 1 and (num_zero := getattr(model.config, "zero_expert_num", None)):
+    num_zero_experts = getattr(model.config, "zero_expert_num", None)
+    if num_experts > 1 and num_zero_experts:
         # Experts without weights, which are chosen as often as others if the router is balanced.
-        uses_per_token *= model.config.n_routed_experts / (model.config.n_routed_experts + num_zero)
+        num_routed = model.config.n_routed_experts
+        uses_per_token *= num_routed / (num_routed + num_zero_experts)
     return ModuleCost(
         name=weight.removesuffix(".weight"),
         part="language model",

@@ -423,7 +423,10 @@ def _query_modules(text: Mapping[str, Any], widths: AttentionWidths) -> Iterator
 
 
 def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
-    """Yield the modules of a gated delta layer (linear attention with a state), computed in chunks of positions."""
+    """Yield name and settings of each module of a gated delta layer: linear attention, which keeps a state per head.
+
+    Its FLOPs are those of the usual kernels, which process chunks of positions at a time.
+    """
     num_key_heads, key_size = int(text["linear_num_key_heads"]), int(text["linear_key_head_dim"])
     num_value_heads, value_size = int(text["linear_num_value_heads"]), int(text["linear_value_head_dim"])
     value_width = num_value_heads * value_size

@@ -53,7 +53,11 @@ class _VisionNames(NamedTuple):
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> _VisionNames:
-        """Read the names and widths from a model's ``config.json``; it must have a vision tower."""
+        """Read the names and widths from a model's ``config.json``, which must have a ``vision_config``.
+
+        The modules of most towers have one of three sets of names: those of Qwen3-VL, those of earlier towers, and
+        those of gated MLPs.
+        """
         vision: Mapping[str, Any] = config["vision_config"]
         hidden = _tower_width(vision)
         num_heads = first_setting(vision, "num_heads", "num_attention_heads") or 1
@@ -149,9 +153,9 @@ def _early_merger_modules(module: Any, hidden: int, mlp_width: int, positions: i
 
 
 def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleCost, ...], ...]:
-    """Return the modules of each merger, which joins patches of the vision tower to tokens of the text's width.
+    """Return the modules of each merger, which turns patches of the vision tower into tokens of width ``text_hidden``.
 
-    The first merger reads the last layer of the tower, others read earlier layers.
+    The first merger reads the last layer of the tower, others read earlier layers. () for a model without a tower.
     """
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
@@ -161,20 +165,21 @@ def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[M
     module = partial(new_module, "model.visual.", part="aligner", uses_per_unit=num_tokens, has_bias=True)
     projector = family_of(config).projector
     if projector != Family.projector:  # the default, a merger as in Qwen2-VL
-        return (_projector_modules(module, projector, _projector_widths(config, text_hidden)),)
+        widths = _projector_widths(config, text_hidden)
+        return (_projector_modules(module, projector, widths),)
+
     output_width = int(vision.get("out_hidden_size") or text_hidden)
     merged_width = hidden * _merge_side(config) ** 2
     norm, up, down = "norm", "linear_fc1", "linear_fc2"
     if "audio_config" in config or not _is_qwen3(vision):
         norm, up, down = "ln_q", "mlp.0", "mlp.2"
-    return tuple(
-        (
-            module(f"{name}.{norm}", 1, hidden, kind="no_matmul"),
-            module(f"{name}.{up}", merged_width, merged_width),
-            module(f"{name}.{down}", merged_width, output_width),
-        )
-        for name in _merger_names(config)
-    )
+    mergers = []
+    for name in _merger_names(config):
+        norm_module = module(f"{name}.{norm}", 1, hidden, kind="no_matmul")
+        up_module = module(f"{name}.{up}", merged_width, merged_width)
+        down_module = module(f"{name}.{down}", merged_width, output_width)
+        mergers.append((norm_module, up_module, down_module))
+    return tuple(mergers)
 
 
 def _projector_modules(module: Any, projector: Sequence[str], widths: Mapping[str, int]) -> tuple[ModuleCost, ...]:
@@ -363,19 +368,22 @@ def _patches_of_tiles(vision: Mapping[str, Any], merge: int, num_tokens: int) ->
 def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
     """Yield the modules of an audio tower and of its projections, with their work for one output token.
 
-    Windows of attention count at their full width.
+    ``audio``: the ``audio_config`` of a model; nothing is yielded if it has no layers. A position attends to a window
+    of positions, and every window counts as full.
     """
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
         return
     is_qwen3 = bool(audio.get("downsample_hidden_size"))  # Qwen3-Omni; other towers are like that of Qwen2.5-Omni
-    num_positions = 1.0 if is_qwen3 else 2.0  # of a token: two are averaged at the end of the tower
+    positions_per_token = 1.0 if is_qwen3 else 2.0  # two are averaged at the end of the tower
     # ``--freeze-vit`` freezes the audio tower, too.
-    module = partial(new_module, "model.audio_tower.", part="vision tower", uses_per_unit=num_positions, has_bias=True)
+    module = partial(
+        new_module, "model.audio_tower.", part="vision tower", uses_per_unit=positions_per_token, has_bias=True
+    )
     convolutions = _qwen3_convolutions if is_qwen3 else _qwen2_convolutions
     yield from convolutions(module, audio, hidden)
     mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
-    attention_flops = 4 * hidden * num_positions * _audio_window(audio)
+    attention_flops = 4 * hidden * positions_per_token * _audio_window(audio)
     for layer in range(depth):
         yield from _audio_layer(partial(module, layer=layer), f"layers.{layer}", hidden, mlp_width, attention_flops)
     yield module("ln_post", 1, hidden, kind="no_matmul")

@@ -88,8 +88,12 @@ def _assign_media(
 def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
     """Sum the FLOPs of the images of sharded samples on each device, (steps * data-parallel ranks, devices).
 
-    A rank has ``sequence_parallel_size`` devices. In each micro-batch, these images go to the devices with the least
-    tower work. Arguments are as for ``device_costs``: a pack of ``steps`` is one sample.
+    A data-parallel rank has ``sequence_parallel_size`` devices, which share its sharded samples. Each image of such a
+    sample is computed by one device: that with the least tower work in its micro-batch.
+
+    Args:
+        steps: its packs are single samples.
+        placement: for each sample in ``steps.order``, the device that computes it, or ``SHARDED``, (N,).
     """
     flops = work.flops[steps.order]
     # The images of a sharded sample are assigned one by one, those of a local one together.
@@ -101,6 +105,7 @@ def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, 
     micro_batch = np.repeat(steps.micro_batch_of, num_images)
     shape = steps.num_micro_batches_of_all_ranks, sequence_parallel_size
     device = _assign_media(image_flops, micro_batch, image_placement, shape)
+
     is_sharded = image_placement == SHARDED
     costs_in_micro_batches = np.zeros(shape)
     np.add.at(costs_in_micro_batches, (micro_batch[is_sharded], device[is_sharded]), image_flops[is_sharded])
@@ -129,16 +134,22 @@ class Media:
     def of_samples(
         cls, tokens: IntArray, squares: IntArray, num_images: IntArray, num_videos: IntArray, *, patches_per_token: int
     ) -> Media:
-        """Estimate single images and videos: one of each sample is the largest, the others are equal.
+        """Estimate the size of each image and video from sums over the media of a sample.
 
-        All arrays, (N,), are of the samples of a cache; ``squares`` are sums over frames of (patches of the frame)^2.
+        Of each sample, one medium is taken to be the largest that the sums allow, and the others to be equal.
+
+        Args:
+            tokens: of all images and videos of each sample, (N,).
+            squares: sum over their frames of (patches of the frame)^2, (N,).
         """
         num_media = (num_images + num_videos).astype(np.int64)
         samples = np.flatnonzero(num_media > 0)
+        # All further arrays up to ``other_squares`` are of these samples, (S,).
         counts, sample_squares = num_media[samples], squares[samples]
         sample_tokens = tokens[samples].astype(np.float64)
         squared_tokens = sample_squares / patches_per_token**2
-        largest_tokens = _largest_tokens(counts, sample_tokens, squared_tokens, num_videos[samples] > 0)
+        has_videos = num_videos[samples] > 0
+        largest_tokens = _largest_tokens(counts, sample_tokens, squared_tokens, has_videos)
         num_others = counts - 1
         other_tokens = (sample_tokens - largest_tokens) / np.maximum(num_others, 1)  # of each other medium
         other_squares = (other_tokens * patches_per_token) ** 2
@@ -206,24 +217,30 @@ class MediaShares:
     def of_plan(
         cls, media: Media, work: Costs, packs: PackPlan, steps: StepPlan, num_ranks: int, placement: Int64Array | None
     ) -> MediaShares:
-        """Assign media by their work, (n,): most work first, each to the rank with the least in its micro-batch.
+        """Assign the images, videos and sounds of an epoch to ranks: most work first, to the rank with the least.
 
-        ``num_ranks`` share a micro-batch. ``placement``, (K,), in the order of ``steps.order``, is the rank that
-        computes all media of a sample, or ``SHARDED``; None if all are sharded.
+        Work is balanced within each micro-batch. Media of samples that the plan lacks are not assigned.
+
+        Args:
+            work: of each of ``media``, (n,).
+            num_ranks: ranks that share a micro-batch.
+            placement: for each pack in ``steps.order``, the rank that computes all its media, or ``SHARDED``, (K,);
+                None if all are sharded.
         """
         if placement is None:
             placement = np.full(len(steps.order), SHARDED, np.int64)
-        # Index in ``steps.order`` of the pack of each sample, by sample number; -1 without a pack.
+        # Index in ``steps.order`` of the pack of each sample, by cache position; -1 without a pack.
         num_samples = 1 + int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1)))
         index_of_pack = invert_order(steps.order)
         index_of_sample = np.full(num_samples, -1, np.int64)
         index_of_sample[packs.samples] = np.repeat(index_of_pack, np.diff(packs.offsets))
         index_of_medium = index_of_sample[media.samples]
+
         selected = np.flatnonzero(index_of_medium >= 0)
-        indices = index_of_medium[selected]
-        micro_batch_of = steps.micro_batch_of[indices]
+        selected_indices = index_of_medium[selected]
+        micro_batch_of = steps.micro_batch_of[selected_indices]
         shape = steps.num_micro_batches_of_all_ranks, num_ranks
-        owners = _assign_media(work[selected], micro_batch_of, placement[indices], shape)
+        owners = _assign_media(work[selected], micro_batch_of, placement[selected_indices], shape)
         return cls(media, selected, micro_batch_of, owners, shape)
 
     def max_per_rank(self, values: Costs) -> Costs:
