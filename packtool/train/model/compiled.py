@@ -37,7 +37,8 @@ _COMPILE_REMEDY = "Leave --torch-compile out; the losses are the same."
 def compile_layers(model: nn.Module, backend: str) -> int:
     """Compile the layers of a model's language model for training, in place; return their number.
 
-    Call this once, after ``route_attention`` and ``make_trainable``, and before FSDP or DDP wraps the model.
+    ``backend`` is the name of one of torch's compilers. Call this once, after ``route_attention`` and
+    ``make_trainable``, and before FSDP or DDP wraps the model.
     """
     inner = base_model(model)
     layers = getattr(inner.get_decoder(), "layers", None)
@@ -48,6 +49,8 @@ def compile_layers(model: nn.Module, backend: str) -> int:
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MAX_COMPILATIONS)
     # Each layer is a graph of its own. By default, DDP's buckets of gradients would divide it further.
     dynamo_config.optimize_ddp = False
+
+    # Layers of one class share its compiled subclass, so that each class is compiled once.
     layer_classes = {type(layer) for layer in layers}
     compiled_classes = {layer_class: _compiled_class(layer_class, backend) for layer_class in layer_classes}
     for layer in layers:
@@ -80,19 +83,24 @@ def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise a ConfigError unless a backend compiles a small trial function, forward and backward, on this device."""
+    """Check that a backend of torch compiles and runs a small function on this device, forward and backward.
+
+    Raise a ConfigError if it does not, or if torch has no backend of this name.
+    """
     all_backends = list_backends(exclude_tags=())
     if backend not in all_backends:
-        known = [*list_backends(), *_DEBUG_BACKENDS]  # without other backends for developers of compilers
+        listed = [*list_backends(), *_DEBUG_BACKENDS]  # without other backends for developers of compilers
         raise ConfigError(
-            f"--torch-compile-backend {backend}: torch has no such backend{did_you_mean(backend, known)}",
-            f"Choose from {', '.join(known)}; the default is inductor.",
+            f"--torch-compile-backend {backend}: torch has no such backend{did_you_mean(backend, listed)}",
+            f"Choose from {', '.join(listed)}; the default is inductor.",
         )
     try:
-        function = torch.compile(lambda numbers: (numbers * 2).sin(), backend=backend, dynamic=False)
-        function(torch.ones(2, device=device, requires_grad=True)).sum().backward()
+        compiled = torch.compile(lambda numbers: (numbers * 2).sin(), backend=backend, dynamic=False)
+        numbers = torch.ones(2, device=device, requires_grad=True)
+        compiled(numbers).sum().backward()
     except Exception as error:  # any error of a missing compiler
-        reason = (str(error).splitlines() or [""])[0]
+        error_lines = str(error).splitlines()
+        reason = error_lines[0] if error_lines else ""
         raise ConfigError(
             f"--torch-compile true: {backend} does not work on this machine: {type(error).__name__}: {reason}",
             f"On a CPU inductor needs a C++ compiler, on a GPU Triton. {_COMPILE_REMEDY}",

@@ -136,19 +136,22 @@ class Proposal:
 
 
 def find_fit(config: PlanConfig, progress: Progress) -> Fit:
-    """Search for training settings whose peak memory fits into a GPU of ``--fit`` bytes; keep the user's settings.
+    """Search for the fastest training settings whose peak memory fits into a GPU of ``--fit`` bytes.
 
-    The fastest settings are tried first, until ``MAX_PROPOSALS`` fit. Raise a ConfigError if none do.
+    Settings that the user has set stay as they are. First estimate the time of each combination of the other settings,
+    then trace the memory of the fastest ones, until ``MAX_PROPOSALS`` fit. Raise a ConfigError if none do.
     """
     search = Fit(config)
     runs = search.accepted_runs()
     search.num_settings = len(runs)
+
     progress.start("estimating times", len(runs))
     candidates = []
     for run in runs:
         candidates.append(search.estimate_time(run))
         progress.advance(1)
     progress.finish()
+
     progress.start("tracing memory, fastest settings first", None)
     _trace_fastest(search, candidates, progress)
     progress.finish()
@@ -193,19 +196,25 @@ class Fit:
     """
 
     def __init__(self, config: PlanConfig) -> None:
+        """Open the caches and read the model's configuration; plan and trace nothing yet."""
         self.config = config
         self.hardware = read_hardware(config.hardware)
-        model = config.model or exported_model(config.cached_dataset[0])
-        self.base = part_of(TrainConfig, config, model=model)
+        model_name = config.model or exported_model(config.cached_dataset[0])
+        self.base = part_of(TrainConfig, config, model=model_name)
         self.inputs = open_to_train(self.base)
-        _, self.files, self.reader = self.inputs.for_training
+        self.files = self.inputs.for_training.files
+        self.reader = self.inputs.for_training.reader
+
         self.proposals: list[Proposal] = []
-        self.num_settings = self.num_tried = 0
+        self.num_settings = 0
+        self.num_tried = 0
+
         self._model_config = model_config(self.files.directory)
         refuse_unsupported(self._model_config)
         self._media = media_of_caches(self.reader.index, self.files.config)
+
         # Cached, because many runs have the same packs, plan, sequence parallelism, model or traced passes.
-        self._first_plans: dict[tuple[int, bool], tuple[Inputs, EpochPlan]] = {}
+        self._first_plans: dict[tuple[int, bool], tuple[Inputs, EpochPlan]] = {}  # by the key of ``_make_plan``
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
@@ -232,24 +241,37 @@ class Fit:
         }
 
     def with_planned_layers(self, proposal: Proposal) -> list[Proposal]:
-        """Plan the layers that recompute with ``--gradient-checkpointing auto``; return the run with time and memory.
+        """Plan which layers recompute their activations so that a proposal fits into GPU memory.
 
-        If that is impossible, return the run with all layers recomputing; nothing if it fits without recomputation.
+        The proposal has ``--gradient-checkpointing auto``: only as many layers recompute as the memory requires.
+
+        Returns:
+            At most one proposal:
+            - none, if the same settings fit without recomputation;
+            - recomputation in all layers, if no plan is possible within the memory. Its memory is not estimated yet;
+            - otherwise the planned layers, with time and memory.
         """
         run = proposal.run
-        without_recomputation = dataclasses.replace(run, gradient_checkpointing=False, memory_budget=None)
-        if any(other.run == without_recomputation for other in self.proposals):
+        if self._fits_without_recomputation(run):
             return []
+
         layer_plan = self._plan_layers(proposal)
-        tokens = self._tokens_per_micro_batch(run)
-        if layer_plan is None or layer_plan.exceeds(**tokens).any():
-            everything_recomputes = dataclasses.replace(run, gradient_checkpointing=True, memory_budget=None)
-            return [self.estimate_time(everything_recomputes)]
-        figures = layer_plan.figures(**tokens)
-        fixed = self._estimate(proposal, no_bytes)
-        memory = dataclasses.replace(fixed, activations=figures["peak_gib"] - fixed.fixed)
-        timed = self.estimate_time(run, layer_plan)
-        return [dataclasses.replace(timed, recomputation=figures, memory=memory)]
+        tokens_by_kind = self._tokens_per_micro_batch(run)
+        if layer_plan is None or layer_plan.exceeds(**tokens_by_kind).any():
+            run_with_all_layers = dataclasses.replace(run, gradient_checkpointing=True, memory_budget=None)
+            return [self.estimate_time(run_with_all_layers)]
+
+        plan_figures = layer_plan.figures(**tokens_by_kind)
+        memory_without_pass = self._estimate(proposal, no_bytes)
+        activation_gib = plan_figures["peak_gib"] - memory_without_pass.fixed
+        memory = dataclasses.replace(memory_without_pass, activations=activation_gib)
+        timed_proposal = self.estimate_time(run, layer_plan)
+        return [dataclasses.replace(timed_proposal, recomputation=plan_figures, memory=memory)]
+
+    def _fits_without_recomputation(self, run: TrainConfig) -> bool:
+        """Return whether the proposals, which fit, include this run without recomputation."""
+        without_recomputation = dataclasses.replace(run, gradient_checkpointing=False, memory_budget=None)
+        return any(proposal.run == without_recomputation for proposal in self.proposals)
 
     def _tokens_per_micro_batch(self, run: TrainConfig) -> dict[str, Any]:
         """Return the tokens of each of the C micro-batches of an epoch: an array (C,) by kind of token."""
@@ -257,10 +279,13 @@ class Fit:
         return tokens_per_micro_batch(planned.plan, planned.inputs)
 
     def _plan_layers(self, proposal: Proposal) -> LayerPlan | None:
-        """Plan the layers that recompute; None if they cannot be planned, or if even all of them are too few."""
+        """Plan which layers of a proposal's run recompute their activations, within the memory of a GPU.
+
+        Return None if the layers cannot be switched one by one, or if the run does not fit even if all recompute.
+        """
         run = proposal.run
-        all_recompute = dataclasses.replace(proposal, run=with_all_layers(run, recompute=True))
-        if self.min_bytes(all_recompute) >= self.budget:
+        run_with_all_layers = dataclasses.replace(proposal, run=with_all_layers(run, recompute=True))
+        if self.min_bytes(run_with_all_layers) >= self.budget:
             return None
         try:
             return plan_recomputation(
@@ -305,14 +330,22 @@ class Fit:
         return shardings
 
     def estimate_time(self, run: TrainConfig, layer_plan: LayerPlan | None = None) -> Proposal:
-        """Return a run with its estimated time, as if no layer recomputed that still has to be planned."""
+        """Return a proposal: the settings of a run with the estimated time of an epoch, without memory.
+
+        ``layer_plan`` says how many layers recompute in each micro-batch. Without it, the settings do; settings with
+        ``--gradient-checkpointing auto`` then count as if no layer recomputed.
+        """
         plan, inputs, media_shares = self._plan_of(run)
-        shared_prefixes, recomputed_share = inputs.shared, self._recomputed_share(run, layer_plan)
-        time = self._expected_time(run)
-        step_seconds = time.step_seconds(run, plan, self.reader.index, media_shares, shared_prefixes, recomputed_share)
-        seconds = float(step_seconds.sum())
-        gathering_seconds = float(time.gathering_seconds(run, plan).sum())  # of all ranks
         sample_tokens = int(plan.packs.full_lengths.sum(dtype=np.int64))  # each sample with its shared prefix
+        packed_tokens = plan.packs.num_tokens  # each shared prefix once
+
+        time_model = self._expected_time(run)
+        recomputed_share = self._recomputed_share(run, layer_plan)
+        step_seconds = time_model.step_seconds(
+            run, plan, self.reader.index, media_shares, inputs.shared, recomputed_share
+        )  # (num_steps,)
+        epoch_seconds = float(step_seconds.sum())
+        gathering_seconds = float(time_model.gathering_seconds(run, plan).sum())  # of all ranks
         return Proposal(
             run=run,
             micro_batches=peak_memory_batches(run, plan, inputs, media_shares),
@@ -320,9 +353,9 @@ class Fit:
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=sample_tokens,
-            seconds=seconds,
-            token_share_saved=1 - plan.packs.num_tokens / sample_tokens,
-            gathering_share=gathering_seconds / (seconds * plan.steps.world_size),
+            seconds=epoch_seconds,
+            token_share_saved=1 - packed_tokens / sample_tokens,
+            gathering_share=gathering_seconds / (epoch_seconds * plan.steps.world_size),
         )
 
     def _recomputed_share(self, run: TrainConfig, layer_plan: LayerPlan | None) -> Any:
@@ -332,27 +365,33 @@ class Fit:
         return 0.0 if run.plans_recomputation else None
 
     def _expected_time(self, run: TrainConfig) -> ExpectedTime:
-        """Return the estimator of step times, with the bytes of weights and gradients that a run exchanges."""
+        """Return the estimator of a run's step times, from the bytes that the weights of the model have.
+
+        GPUs exchange the gradients of trained weights, in a precision that depends on how gradients are sharded.
+        """
         model = self._model(has_deepspeed=run.deepspeed is not None)
         parameters = parameter_sizes(model)
         trained = [parameter for parameter in parameters if parameter.is_trained]
         num_weights = sum(parameter.num_elements for parameter in parameters)
         num_trained = sum(parameter.num_elements for parameter in trained)
-        dtype = resolve_dtype(self._model_config, run, on_gpu=True)
+        bytes_per_weight = resolve_dtype(self._model_config, run, on_gpu=True).itemsize
+
         quantized = quantized_layers(model, self._model_config.model_type, run)
+        saved_bytes = bytes_saved_by_quantization(quantized, run, bytes_per_weight)
+
         if run.fsdp:  # exchanges gradients in float32
             gradient_bytes = num_trained * torch.float32.itemsize
         elif run.deepspeed:  # in the precision of the computation
-            gradient_bytes = num_trained * dtype.itemsize
+            gradient_bytes = num_trained * bytes_per_weight
         else:  # DDP: in the precision of the weights
             gradient_bytes = sum(parameter.num_bytes for parameter in trained)
         return ExpectedTime(
             model=self.files.config,
             hardware=self.hardware,
             world_size=self.config.world_size,
-            weight_bytes=num_weights * dtype.itemsize - bytes_saved_by_quantization(quantized, run, dtype.itemsize),
+            weight_bytes=num_weights * bytes_per_weight - saved_bytes,
             gradient_bytes=gradient_bytes,
-            trained_bytes=num_trained * dtype.itemsize,
+            trained_bytes=num_trained * bytes_per_weight,
         )
 
     def memory(self, proposal: Proposal) -> MemoryEstimate:

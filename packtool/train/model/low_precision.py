@@ -59,7 +59,11 @@ def enable_rounding(model: nn.Module, enabled: bool) -> None:
 
 
 def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Module]:
-    """Return the modules that round the inputs and the weights of a layer; None if inputs are not rounded."""
+    """Return two modules: one rounds the inputs of a linear layer, None if they are not rounded; one its weights.
+
+    ``recipe`` is a value of ``--qat``, such as int8-int4: inputs in int8, weights in int4. Rounded weights share a
+    scale in groups of ``group_size`` inputs, rounded inputs for each token.
+    """
     from torchao.quantization.qat import IntxFakeQuantizeConfig
     from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig, Int4WeightFakeQuantizeConfig
     from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
@@ -68,18 +72,21 @@ def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Modu
         return BlockRounding(_round_mxfp4), BlockRounding(_round_mxfp4)
     if recipe == "nvfp4":
         return BlockRounding(_round_nvfp4_tokens), BlockRounding(_round_nvfp4_weight)
-    quantizer: Any = FakeQuantizerBase.from_config
+
+    quantizer_of: Any = FakeQuantizerBase.from_config
     float8 = Float8FakeQuantizeConfig()  # one scale for each row, which for inputs is a token
     if recipe == "int4":
-        return None, quantizer(Int4WeightFakeQuantizeConfig(group_size, torch.bfloat16))
+        int4_beside_bfloat16 = Int4WeightFakeQuantizeConfig(group_size, torch.bfloat16)
+        return None, quantizer_of(int4_beside_bfloat16)
     if recipe == "int8-int4":
-        inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
-        weights = IntxFakeQuantizeConfig(torch.int4, group_size=group_size)  # type: ignore[attr-defined]
-        return quantizer(inputs), quantizer(weights)
+        int8 = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+        int4 = IntxFakeQuantizeConfig(torch.int4, group_size=group_size)  # type: ignore[attr-defined]
+        return quantizer_of(int8), quantizer_of(int4)
     if recipe == "fp8-int4":
-        return quantizer(float8), quantizer(Int4WeightFakeQuantizeConfig(group_size, torch.float8_e4m3fn))
+        int4_beside_float8 = Int4WeightFakeQuantizeConfig(group_size, torch.float8_e4m3fn)
+        return quantizer_of(float8), quantizer_of(int4_beside_float8)
     assert recipe == "fp8", "the only other value of --qat"
-    return quantizer(float8), quantizer(float8)
+    return quantizer_of(float8), quantizer_of(float8)
 
 
 class BlockRounding(nn.Module):
@@ -128,7 +135,11 @@ def _round_nvfp4_tokens(inputs: Tensor) -> Tensor:
 
 
 def use_float8(model: Any, towers: Towers) -> None:
-    """Let linear layers of the language model, but not its head, multiply in float8, in place; emulated on a CPU."""
+    """Let linear layers of the language model multiply in float8, in place; not its head. A CPU emulates it.
+
+    A layer stays as it is if a dimension of its weight is no multiple of 16. Raise a ConfigError if this GPU cannot
+    multiply float8 numbers.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     on_gpu = torch.cuda.is_available()
@@ -139,13 +150,14 @@ def use_float8(model: Any, towers: Towers) -> None:
         )
     if next(model.parameters()).is_meta:  # for estimates of memory, which float8 does not change
         return
+
     head = model.get_output_embeddings()
-    layers = set()
+    float8_layers = set()
     for _, linear in _text_layers(model, towers):
         has_valid_shape = all(size % _FLOAT8_MULTIPLE == 0 for size in linear.weight.shape)
         if linear is not head and has_valid_shape:
-            layers.add(linear)
+            float8_layers.add(linear)
     recipe: Any = Float8LinearConfig.from_recipe_name("rowwise")  # rows and columns have their own scales
     # ``pad_inner_dim`` pads the number of tokens to a multiple of 16, in the product for a weight's gradient.
-    config = dataclasses.replace(recipe, pad_inner_dim=True, emulate=not on_gpu)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: module in layers)
+    float8_config = dataclasses.replace(recipe, pad_inner_dim=True, emulate=not on_gpu)
+    convert_to_float8_training(model, config=float8_config, module_filter_fn=lambda module, _: module in float8_layers)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -54,12 +54,14 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     output = config.output.rstrip("/")
     _check_is_empty(output)
     base_directory = ModelFiles.load(trained.base).directory
+
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
-        model, dtype, float32_names = _load_base(base_directory, config.torch_dtype)
-        unloaded = unloaded_tensors(model, base_directory)  # tensors of the base model that transformers does not load
-        merged, num_merged = _merge(model, trained.adapter)
-        _convert_weights(merged, dtype, float32_names)
+        base = _load_base(base_directory, config.torch_dtype)
+        unloaded = unloaded_tensors(base.model, base_directory)  # which transformers does not load; copied unchanged
+        merged, num_merged = _merge(base.model, trained.adapter)
+        _convert_weights(merged, base.output_dtype, base.float32_names)
+
         with _new_directory(output) as directory:
             merged.save_pretrained(directory)
             add_unloaded_tensors(directory, unloaded)
@@ -67,18 +69,27 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
             copy_processor(trained.adapter, directory)  # replaces the chat template by that of the training
         for line in unloaded_lines(unloaded, trained.base):
             progress.note(line)
-    return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
+    dtype_name = str(base.output_dtype).removeprefix("torch.")
+    return MergeResult(output, trained.base, trained.adapter, num_merged, dtype_name)
 
 
-def _load_base(directory: str, torch_dtype: str) -> tuple[Any, torch.dtype, Collection[str]]:
-    """Load the base model; return also the precision to save it in, and the names of weights that stay in float32."""
+class _BaseModel(NamedTuple):
+    """A base model, and the precision to save it in, except the weights ``float32_names``, which stay in float32."""
+
+    model: Any
+    output_dtype: torch.dtype
+    float32_names: Collection[str]
+
+
+def _load_base(directory: str, torch_dtype: str) -> _BaseModel:
+    """Load the base model in the precision of its checkpoint, and decide on that of the output (``--torch-dtype``)."""
     config = model_config(directory)
     # In the precision of the base model: the weights are rounded to that of the output after the merge.
     model = load_model(directory, config, dtype=checkpoint_dtype(config), packing=False)
     restore_float32_weights(model, directory)
     if torch_dtype == "auto":
-        return model, checkpoint_dtype(config), SavedPrecision.of(config, model).float32_names
-    return model, getattr(torch, torch_dtype), ()
+        return _BaseModel(model, checkpoint_dtype(config), SavedPrecision.of(config, model).float32_names)
+    return _BaseModel(model, getattr(torch, torch_dtype), float32_names=())
 
 
 def _check_is_empty(output: str) -> None:

@@ -156,20 +156,22 @@ def save_master_weights(
 
     Args:
         saved: precision of the model files, which are already written.
+        checkpoint: its directory.
         weights: full weights of a sharded model by name, of any shape; all trained ones are written.
     """
     # Without experts of mixtures, which transformers saves one by one, under other names.
     names_in_files = set(_names_in_model_files(checkpoint))
-    masters = {}
+    master_weights = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        is_in_files = name in names_in_files and not saved.is_rounded(name, parameter)
         if weights is not None:
-            masters[name] = weights[name].detach().contiguous()
-        elif name not in names_in_files or saved.is_rounded(name, parameter):
-            masters[name] = parameter.detach().contiguous()
-    if masters:
-        save_file(masters, os.path.join(checkpoint, MASTER_NAME))
+            master_weights[name] = weights[name].detach().contiguous()
+        elif not is_in_files:
+            master_weights[name] = parameter.detach().contiguous()
+    if master_weights:
+        save_file(master_weights, os.path.join(checkpoint, MASTER_NAME))
 
 
 def _names_in_model_files(checkpoint: str) -> Iterator[str]:
@@ -290,6 +292,7 @@ def quantization_config(
     """Return the quantization for ``from_pretrained``; None without ``--quant-bits``; raise if it is impossible.
 
     Args:
+        config: of the model, which says whether its checkpoint is already quantized.
         dtype: precision of the weights that are not quantized, in which quantized layers compute.
         computation_dtype: precision in which FSDP or DeepSpeed computes, by default ``dtype``.
     """
@@ -297,12 +300,15 @@ def quantization_config(
         return None
     is_sharded = isinstance(options, TrainConfig) and shards_weights(options)
     _check_can_quantize(options.quant_bits, is_sharded=is_sharded)
-    # FSDP and DeepSpeed would convert 4-bit weights that are stored as numbers of another type.
-    sharded_dtype = (computation_dtype or dtype) if is_sharded else None
-    stored: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
-    if stored:  # the checkpoint is already quantized
-        _check_stored_quantization(stored, options, sharded_dtype)
-        settings = dict(stored, bnb_4bit_compute_dtype=dtype)
+    sharded_dtype = None
+    if is_sharded:
+        # FSDP and DeepSpeed would convert 4-bit weights that are stored as numbers of another type.
+        sharded_dtype = computation_dtype or dtype
+
+    stored_settings: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
+    if stored_settings:  # the checkpoint is already quantized
+        _check_stored_quantization(stored_settings, options, sharded_dtype)
+        settings = dict(stored_settings, bnb_4bit_compute_dtype=dtype)
         return BitsAndBytesConfig(**settings)  # type: ignore[no-untyped-call]
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=options.quant_bits == 4,
@@ -325,24 +331,28 @@ def _check_can_quantize(quant_bits: int, *, is_sharded: bool) -> None:
 
 
 def _check_stored_quantization(
-    stored: Mapping[str, Any], options: QuantizationOptions, sharded_dtype: torch.dtype | None
+    stored_settings: Mapping[str, Any], options: QuantizationOptions, sharded_dtype: torch.dtype | None
 ) -> None:
-    """Raise a ConfigError if a quantized checkpoint has another quantization than the options.
+    """Raise a ConfigError if the weights of a checkpoint are quantized in another way than the options ask for.
 
-    ``sharded_dtype``: type that sharded 4-bit weights must be stored as; None without sharding.
+    ``stored_settings`` are those of the checkpoint, by bitsandbytes' names. ``sharded_dtype`` is the type of number
+    that sharded 4-bit weights must be stored as; None without sharding.
     """
-    expected: dict[str, Any] = {f"load_in_{options.quant_bits}bit": True}
+    expected_settings: dict[str, Any] = {f"load_in_{options.quant_bits}bit": True}
     if options.quant_bits == 4:
-        expected["bnb_4bit_quant_type"] = options.bnb_4bit_quant_type
+        expected_settings["bnb_4bit_quant_type"] = options.bnb_4bit_quant_type
     if sharded_dtype is not None:
-        expected["bnb_4bit_quant_storage"] = _name(sharded_dtype)
-    differences = [
-        f"{name} is {stored.get(name)}, not {value}" for name, value in expected.items() if stored.get(name) != value
-    ]
+        expected_settings["bnb_4bit_quant_storage"] = _name(sharded_dtype)
+
+    differences = []
+    for name, expected in expected_settings.items():
+        stored = stored_settings.get(name)
+        if stored != expected:
+            differences.append(f"{name} is {stored}, not {expected}")
     if differences:
         raise ConfigError(
             f"--quant-bits {options.quant_bits}: the weights of --model are already quantized "
-            f"({stored.get('quant_method')}): {', '.join(differences)}",
+            f"({stored_settings.get('quant_method')}): {', '.join(differences)}",
             "Give the model in 16 bits, or quantized in this way by bitsandbytes.",
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -177,9 +177,17 @@ def budget_of(config: TrainConfig) -> float | None:
 def plan_recomputation_of_run(
     run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None
 ) -> tuple[LayerPlan | None, str]:
-    """Plan which layers recompute within ``budget`` bytes; return the plan, None if all do, and a line for the user."""
-    stages = range(len(run.step_configs))
-    peak_batches = [batch for stage in stages for batch in run.peak_memory_batches(stage)]
+    """Plan which layers of a run recompute their activations, so that a rank fits into ``budget`` bytes of memory.
+
+    A run has one or more stages, each with settings of its own; one plan serves all of them. ``dtype`` is the precision
+    of the computation.
+
+    Returns:
+        The plan, None if it is impossible, so that all layers recompute; and a line for the user.
+    """
+    peak_batches: list[RankTokens] = []  # of all stages: the micro-batches that may need most memory
+    for stage in range(len(run.step_configs)):
+        peak_batches += run.peak_memory_batches(stage)
     try:
         config, axes = _stage_with_longest_packs(run.step_configs)
         layer_plan = plan_recomputation(
@@ -187,11 +195,14 @@ def plan_recomputation_of_run(
         )
     except UnsupportedModelError as error:
         return None, _all_layers_line(error)
-    tokens = _tokens_by_kind(peak_batches)
-    if run.config.removes_padding and isinstance(run.source, CachedSource):  # the lengths of all batches are known
-        epoch_plan = run.source.timeline.span_at(run.start).plan
-        tokens = tokens_per_micro_batch(epoch_plan, run.source.inputs)
-    return layer_plan, layer_plan.line(**tokens)
+
+    if run.config.removes_padding and isinstance(run.source, CachedSource):
+        # The token counts of all micro-batches are known.
+        epoch_plan = run.source.timeline.span_at(run.start).plan  # of the epoch in which the run starts
+        tokens_by_kind = tokens_per_micro_batch(epoch_plan, run.source.inputs)
+    else:
+        tokens_by_kind = _tokens_by_kind(peak_batches)
+    return layer_plan, layer_plan.line(**tokens_by_kind)
 
 
 def _stage_with_longest_packs(step_configs: Sequence[tuple[TrainConfig, Axes]]) -> tuple[TrainConfig, Axes]:
@@ -247,29 +258,38 @@ def plan_recomputation(
     budget: float | None,
     trace: Callable[..., PassBytes] = traced_pass,
 ) -> LayerPlan:
-    """Plan how many layers recompute, from the bytes of traced passes.
+    """Plan how many layers recompute their activations, so that each pass fits into the memory of a device.
 
-    ``peak_batches`` are the micro-batches that may need most memory, and ``budget`` is the memory of a device in bytes,
-    None if unknown. If layers cannot be planned, so that all must recompute, raise an UnsupportedModelError.
+    Args:
+        axes: how ranks share a sequence.
+        peak_batches: token counts of the micro-batches that may need most memory.
+        dtype: precision of the computation.
+        budget: memory of a device in bytes; None if unknown.
+        trace: returns the bytes of a pass; takes the arguments of ``traced_pass``.
+
+    Raises:
+        UnsupportedModelError: if layers cannot be planned, so that all of them must recompute.
     """
     if budget is None:
         raise UnsupportedModelError("the memory of the device is unknown", "Give --memory-budget.")
     model = model_without_weights(config, model_config, dtype)
     if not switchable_layers(model):
         raise UnsupportedModelError(f"layers of a {model_config.model_type} model cannot be switched one by one", "")
+
     setup: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "axes": axes}
-    fixed = estimate_memory(config, model, model_config, **setup, micro_batches=peak_batches, trace=no_bytes)
-    fixed_bytes = fixed.total * _GIB
+    estimate = estimate_memory(config, model, model_config, **setup, micro_batches=peak_batches, trace=no_bytes)
+    fixed_bytes = estimate.total * _GIB  # without the pass, of which ``no_bytes`` counts none
     pass_budget = _usable_pass_bytes(config, budget, fixed_bytes)
+
     keeping_all = with_all_layers(config, recompute=False)
     recomputing_all = with_all_layers(config, recompute=True)
-    bound_without, layer_bytes_without = _trace_passes(keeping_all, axes, peak_batches, model_config, dtype, trace)
-    bound_with, layer_bytes_with = _trace_passes(recomputing_all, axes, peak_batches, model_config, dtype, trace)
+    kept = _trace_passes(keeping_all, axes, peak_batches, model_config, dtype, trace)
+    recomputed = _trace_passes(recomputing_all, axes, peak_batches, model_config, dtype, trace)
     return LayerPlan(
         budget=pass_budget,
-        without_recomputation=bound_without,
-        with_recomputation=bound_with,
-        saved_shares=_saved_shares(layer_bytes_without, layer_bytes_with),
+        without_recomputation=kept.bound,
+        with_recomputation=recomputed.bound,
+        saved_shares=_saved_shares(kept.layer_bytes, recomputed.layer_bytes),
         fixed=fixed_bytes,
         layer_flops=_layer_flops(config, model_config),
     )
@@ -310,6 +330,13 @@ def _layer_flops(config: TrainConfig, model_config: PreTrainedConfig) -> float:
     return (costs.with_recomputation.per_token - costs.without_recomputation.per_token) / pass_flops
 
 
+class _TracedPasses(NamedTuple):
+    """A bound of the peak bytes of passes, and the bytes that each layer keeps in the largest one, float64 (L,)."""
+
+    bound: PassBound
+    layer_bytes: npt.NDArray[np.float64]
+
+
 def _trace_passes(
     config: TrainConfig,
     axes: Axes,
@@ -317,28 +344,33 @@ def _trace_passes(
     model_config: PreTrainedConfig,
     dtype: torch.dtype,
     trace: Callable[..., PassBytes],
-) -> tuple[PassBound, npt.NDArray[np.float64]]:
-    """Trace passes; return a bound of peak bytes, and the bytes that each layer keeps in the largest pass, (L,)."""
+) -> _TracedPasses:
+    """Trace the memory of forward and backward passes of different lengths, up to that of the longest micro-batch.
+
+    Whether layers recompute is part of ``config``. Raise an UnsupportedModelError if the model cannot be traced.
+    """
     traced_passes: list[PassBytes] = []
 
-    def trace_peak(*args: Any) -> int:
-        traced_passes.append(trace(*args))
-        return traced_passes[-1].peak
+    def trace_and_record(*args: Any) -> int:
+        pass_bytes = trace(*args)
+        traced_passes.append(pass_bytes)
+        return pass_bytes.peak
 
     def peak_bytes(tokens: RankTokens) -> int:
-        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_peak)
+        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_and_record)
         if num_bytes is None:
             raise UnsupportedModelError(f"the memory of a {model_config.model_type} model cannot be traced", "")
         return num_bytes
 
     if _needs_same_layers_everywhere(config):
         # The bound of each micro-batch is the largest of all, so each recomputes as many layers.
-        bound = PassBound(floor=max(map(peak_bytes, peak_batches)))
+        largest_peak = max(map(peak_bytes, peak_batches))
+        bound = PassBound(floor=largest_peak)
     else:
         longest, num_short = _traced_tokens(peak_batches, model_config)
         bound = PassBound.traced(peak_bytes, longest, num_short)
-    largest_pass = max(traced_passes, key=lambda traced: traced.kept)
-    return bound, np.array(largest_pass.layers, np.float64)
+    largest_pass = max(traced_passes, key=lambda pass_bytes: pass_bytes.kept)
+    return _TracedPasses(bound, layer_bytes=np.array(largest_pass.layers, np.float64))
 
 
 def _needs_same_layers_everywhere(config: TrainConfig) -> bool:

@@ -67,24 +67,26 @@ def experts_transposed_correctly() -> Iterator[None]:
     the tensor has the experts of one rank, the parameter those of all ranks.
     """
     operation: Any = Transpose
-    original: Any = operation.convert
+    original_convert: Any = operation.convert
 
     def convert(self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
-        """Replace ``Transpose.convert``, which converts the only tensor of ``input_dict``."""
+        """Replace ``Transpose.convert``; ``input_dict`` has one entry."""
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         if self.check_dims:  # otherwise it always transposes
             parameter = kwargs["model"].get_parameter(kwargs["full_layer_name"])
-            is_stored_alike = tensor.shape[1:] == parameter.shape[1:]  # except for the number of experts
+            # Compare all dimensions but the first one, the number of experts.
+            is_stored_alike = tensor.shape[1:] == parameter.shape[1:]
             if is_stored_alike:
-                return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor}
-        return original(self, input_dict, source_patterns, target_patterns, **kwargs)
+                target_name = self.get_target_pattern(input_dict, source_patterns, target_patterns)
+                return {target_name: tensor}
+        return original_convert(self, input_dict, source_patterns, target_patterns, **kwargs)
 
     operation.convert = convert
     try:
         yield
     finally:
-        operation.convert = original
+        operation.convert = original_convert
 
 
 def check_experts(model: nn.Module, config: TrainConfig) -> None:

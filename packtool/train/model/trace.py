@@ -82,10 +82,12 @@ def trace_pass(
     *,
     autocast: torch.dtype | None = None,
 ) -> PassBytes:
-    """Trace the memory of a micro-batch's forward and backward pass with fake tensors, which have no data.
+    """Measure the memory of a micro-batch's forward and backward pass with fake tensors, which have no data.
 
     Args:
         model: made trainable, on the meta device; unusable afterwards.
+        spec: properties of the model that collation needs.
+        tokens: token counts of the micro-batch.
         axes: how ranks share a sequence; by default each rank has its own.
         autocast: precision of the computation if weights have another precision.
     """
@@ -94,13 +96,15 @@ def trace_pass(
     set_traced_attention(model, _parallel_without_processes(batch, axes))
     # The first backward pass of a process starts a thread for each device, but FakeTensorMode hides GPUs.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+
     # Non-fake inputs are allowed because models also create real tensors, for example positions from numpy.
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _real_window_indices(model):
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode, _real_window_indices(model):
         _create_fake_weights(model)
         model.train()
-        # Models with a processor of their own read values of their inputs, which therefore stay real.
-        if not spec.family.processor_inputs:
-            batch = _fake_on_cpu(batch, mode)
+        reads_input_values = bool(spec.family.processor_inputs)
+        if not reads_input_values:  # otherwise inputs stay real
+            batch = _fake_on_cpu(batch, fake_mode)
         return run_pass(model, batch, autocast)
 
 
