@@ -256,7 +256,7 @@ class Fit:
             return []
 
         layer_plan = self._plan_layers(proposal)
-        tokens_by_kind = self._tokens_per_micro_batch(run)
+        tokens_by_kind = self._tokens_per_micro_batch(run)  # of text, images, ..., an array for all micro-batches each
         if layer_plan is None or layer_plan.exceeds(**tokens_by_kind).any():
             run_with_all_layers = dataclasses.replace(run, gradient_checkpointing=True, memory_budget=None)
             return [self.estimate_time(run_with_all_layers)]

@@ -202,7 +202,7 @@ def plan_recomputation_of_run(
         tokens_by_kind = tokens_per_micro_batch(epoch_plan, run.source.inputs)
     else:
         tokens_by_kind = _tokens_by_kind(peak_batches)
-    return layer_plan, layer_plan.line(**tokens_by_kind)
+    return layer_plan, layer_plan.line(**tokens_by_kind)  # an array for each kind of token, (C,) for C micro-batches
 
 
 def _stage_with_longest_packs(step_configs: Sequence[tuple[TrainConfig, Axes]]) -> tuple[TrainConfig, Axes]:
