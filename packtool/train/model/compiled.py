@@ -126,9 +126,10 @@ def refuse_without_liger(*, on_gpu: bool) -> None:
 
 
 def liger_warning(model: nn.Module, model_type: str) -> str | None:
-    """Return a warning if Liger does not know or cannot patch a model, which is then trained without Liger's kernels.
+    """Check whether Liger's fast kernels can replace parts of a model; return a warning if not, else None.
 
-    ``model`` is on the meta device. It is patched in place, as the Trainer will patch the trained model.
+    ``model`` is on the meta device. It is patched in place, as the Trainer will patch the trained model. A model with a
+    warning is trained without these kernels.
     """
     import liger_kernel.transformers as liger
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as MODEL_TYPES
