@@ -273,12 +273,12 @@ def _cross_modules(text: Mapping[str, Any], features_per_square: float) -> Itera
 
 def _cross_key_modules(text: Mapping[str, Any], prefix: str, num_features: float) -> Iterator[ModuleCost]:
     """Yield the modules of keys and values of layers with cross-attention; a picture has ``num_features``."""
-    inputs, widths = int(text["hidden_size"]), attention_widths(text)
     for number, layer in enumerate(_cross_layers(text)):
+        widths = attention_widths(text)
         module = partial(new_module, f"{prefix}.layers.{layer}.cross_attn.", part="language model", layer=layer)
         for name, outputs in (("k_proj", widths.keys), ("v_proj", widths.values)):
             shares_input = number > 0 or name == "v_proj"  # all read the output of the projector
-            yield module(name, inputs, outputs, uses_per_unit=num_features, shares_input=shares_input)
+            yield module(name, text["hidden_size"], outputs, uses_per_unit=num_features, shares_input=shares_input)
 
 
 def _config_of_layer(text: Mapping[str, Any], layer: int, layer_type: str) -> dict[str, Any]:
