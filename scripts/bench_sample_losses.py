@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
@@ -44,9 +45,7 @@ LENGTH = {"demo": 256, "real": 1024}  # maximum length of samples, and length of
 OPTIONS: dict[str, Any] = {"verify_packing": False, "logging_steps": 20, "num_train_epochs": 2.0, "weight_decay": 0.0}
 OPTIONS_OF = {
     "demo": {"train_type": "full", "freeze_vit": False, "freeze_aligner": False, "learning_rate": 1e-3},
-    # Adapters of the last layers only: layers before them need no backward pass, half of the time on a CPU.
-    "real": {"train_type": "lora", "target_regex": r".*layers\.2[4-9]\..*_proj", "learning_rate": 5e-4}
-    | {"gradient_checkpointing": False},
+    "real": {"train_type": "lora", "learning_rate": 5e-4, "gradient_checkpointing": False},
 }
 
 Row = dict[str, Any]
@@ -71,6 +70,13 @@ def make_demo(work: Path, num_rows: int) -> tuple[Path, list[Row]]:
     make_model(str(work / "model"), 0)
     dataset = make_rows(str(work / "data"), num_rows, 0)
     return work / "data", json.loads(dataset.train.read_text())
+
+
+def last_layers(model: Path) -> str:
+    """Match the projections of the last fifth of the layers: those before need no backward pass, half of the time."""
+    num_layers = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
+    numbers = range(num_layers - max(num_layers // 5, 1), num_layers)
+    return rf".*layers\.({'|'.join(map(str, numbers))})\..*_proj"
 
 
 def draw_rows(file: Path, num_rows: int) -> list[Row]:
@@ -110,7 +116,8 @@ def config_of(name: str, work: Path, output_dir: Path, **options: Any) -> TrainC
     """Return the settings of a run on a cache of ``train_swapped``."""
     length = {"packing_length": LENGTH[name]}
     paths = {"model": str(work / "model"), "cached_dataset": (str(work / "cache"),), "output_dir": str(output_dir)}
-    return TrainConfig(**OPTIONS | OPTIONS_OF[name] | paths | length | options)
+    adapters = {"target_regex": last_layers(work / "model")} if name == "real" else {}
+    return TrainConfig(**OPTIONS | OPTIONS_OF[name] | adapters | paths | length | options)
 
 
 class StepTimer(SilentProgress):

@@ -232,7 +232,7 @@ def _attend_documents(
     Args:
         q: (T, Hq, D).
         k, v: (T, Hkv, D).
-        kwargs: those of ``packed_attention``, and ``chunk_size`` if the layer attends within chunks of a document.
+        kwargs: those of ``packed_attention``, and ``chunk_size``, None if the layer attends to complete documents.
         window: a query sees itself and at most ``window - 1`` tokens before it; None: all before it.
     """
     varlen = _boundaries(kwargs)

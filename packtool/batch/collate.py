@@ -151,7 +151,7 @@ def batch_fields(
     *,
     exchanges_features: bool = False,
 ) -> dict[str, Any]:
-    """Return constructor arguments that all classes of ``Batch`` share: tokens, targets and media, as tensors (B, T).
+    """Return constructor arguments that all classes of ``Batch`` share: tokens (B, T), targets and media.
 
     Args:
         input_ids: (B, T), or (T,) for a single row.

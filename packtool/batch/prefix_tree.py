@@ -135,7 +135,8 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
 
     A node holds consecutive tokens that one or several samples have in common, and comes after its parent, the node
     that it continues. A common prefix of fewer than ``min_shared`` tokens, counted from the beginning of the samples,
-    is not shared. Example with ``min_shared`` 2: samples "a b c" and "a b d" have the nodes "a b", "c" and "d".
+    is not shared. Example with ``min_shared`` 2, if only the last token of each is trained: samples "a b x c" and
+    "a b x d" have the nodes "a b", "x c" and "x d", because the last token of a prefix has only one label.
     """
     if not samples:
         return []

@@ -234,7 +234,8 @@ def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[s
         columns["patch_squares"] = np.where(is_unknown, estimate, columns["patch_squares"])
     is_unknown = columns["num_patches"] == UNKNOWN
     if is_unknown.any():  # patches of a video are underestimated
-        estimate = np.sqrt(columns["patch_squares"] * np.maximum(columns["num_images"], 1.0)).astype(np.int32)
+        estimate = np.sqrt(columns["patch_squares"] * np.maximum(columns["num_images"], 1.0))
+        estimate = np.minimum(estimate, np.iinfo(np.int32).max).astype(np.int32)
         columns["num_patches"] = np.where(is_unknown, estimate, columns["num_patches"])
     return columns
 

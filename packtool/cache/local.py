@@ -116,7 +116,7 @@ def _read_record(record: BinaryIO, path: str, sha256: str, since: float | None) 
         *recorded_values, checked_at = load_json(record.readline())
         block_sums = record.read()
         expected_values = [*_state(path), sha256, zlib.crc32(block_sums)]
-        is_too_old = since is not None and checked_at < since
+        is_too_old = since is not None and not checked_at >= since  # also if it is NaN
     except (ValueError, TypeError):
         return None  # empty, incomplete, or of an older packtool
     return block_sums if recorded_values == expected_values and not is_too_old else None

@@ -331,7 +331,7 @@ class Manifest(InputCounts):
         return num_too_long + sum(split.truncated for split in self.splits.values())
 
     def to_json(self) -> bytes:
-        """Return the content of ``packtool.json``; equal exports have equal bytes, also those of older versions."""
+        """Return the content of ``packtool.json``; an older manifest that is read and written keeps its bytes."""
         values = dataclasses.asdict(dataclasses.replace(self, sources=()))
         first_names = ("packtool_version", "identity", "sources")
         values = {name: values.pop(name) for name in first_names} | values

@@ -121,7 +121,7 @@ def rewrite_arguments(
                 rewritten += _rewrite_option(argument, following[:num_values], kinds, explain_unknown)
             except ValueError as error:
                 problems.append(str(error))
-        elif argument.startswith("-"):  # a short option
+        elif argument.startswith("-"):  # a short option, a negative number, or --
             rewritten.append(argument)
         elif positional is not None:
             rewritten += [positional, argument]

@@ -79,7 +79,7 @@ def expand_media(
         media: of the conversation, by kind ("image").
         segments_of: returns the texts and runs of equal tokens that a medium consists of, given the medium and its
             index among those of its kind.
-        max_length: of a sample, in tokens. No sample holds a longer medium, which keeps only ``max_length + 1`` tokens.
+        max_length: of a sample, in tokens. Longer media, which no sample holds, keep ``max_length + 1`` tokens.
     """
     expanded: list[Chunk] = []
     index_of_rendered: list[int] = []

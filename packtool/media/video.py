@@ -138,7 +138,7 @@ def load_video(
     distinct_indices = sorted(set(indices))
     try:
         pixels = _seek_frames(ref, distinct_indices, shape)
-        if pixels is None:  # seeking has failed
+        if pixels is None:  # seeking has failed, or missed a frame
             pixels, missing = _decode_frames(ref, distinct_indices, all_frames, shape)
             if missing:
                 raise changed_since_export(ref, f"a frame {distinct_indices[-1]}", f"no frame {missing[-1]}")
@@ -177,7 +177,7 @@ def _decode_frames(
     """Decode the frames of a video file with these numbers, ascending and distinct.
 
     Args:
-        frame_reader: ``needed_frames``, which seeks and raises a MediaProblem if it cannot, or ``all_frames``.
+        frame_reader: ``needed_frames``, which seeks, or ``all_frames``.
         shape: number of frames, height and width of the measured video; None if unknown.
 
     Returns:
@@ -276,7 +276,7 @@ _ONE_FRAME_PER_PACKET_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
 
 
 class _Packet(NamedTuple):
-    """A packet of a video stream: its position in the file, and the time of its frame in units of the stream."""
+    """A packet of a video stream: its position in the file, and the time in units of the stream to seek it by."""
 
     file_position: int | None
     time: int | None
@@ -483,8 +483,8 @@ def needed_frames(
 
     Args:
         numbers: frame numbers, ascending and distinct.
-        num_frames: number of frames that the file must have; None if unknown. FrameNumbersUnknown if it has another, or
-            if its frames cannot be numbered without decoding all.
+        num_frames: number of frames that the file must have, checked if seeking skips frames; None if unknown.
+            FrameNumbersUnknown if it has another, or if its frames cannot be numbered without decoding all.
     """
     gaps = [number - previous for previous, number in pairwise([0, *numbers])]
     if max(gaps) <= MIN_SKIPPED:  # seeking would skip nothing

@@ -192,7 +192,7 @@ def _write_table(
 def _write_tar(file: AtomicFile, packs: Iterable[Pack]) -> bytes:
     """Write the packs as a tar file, named as in WebDataset: ``000000007.json`` and the media files of pack 7.
 
-    Returns the index that Megatron Energon reads: byte offsets of the packs and of the file's end, uint64 each.
+    Returns the index that Megatron Energon reads: byte offsets of the packs and of the last one's end, uint64 each.
     """
     target: Any = file
     # Mode "w|" never seeks, as object stores require.

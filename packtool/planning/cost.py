@@ -67,7 +67,8 @@ class CostModel:
         per_token: of a token, in the layers of the language model.
         per_square: of a unit of sum(len^2); half of the full square, as attention is causal.
         per_target_token: of a label, in the head, since logits are computed for labels only.
-        per_vision_token: of a token of an image or video, in the tower and the aligner; 0 for towers of tiles.
+        per_vision_token: of a token of an image or video, in the tower, the aligner, and as keys and values of
+            cross-attention; 0 for towers of tiles.
         per_patch_square: of a unit of the sum over frames, or tiles, of (patches of the frame)^2.
         per_audio_token: of a token of a sound, in the tower and the aligner.
         per_cross: of a unit of a sample's length multiplied by its sum of (patches of a tile)^2, in cross-attention.
@@ -192,8 +193,13 @@ class CostModel:
         audio = flops(layers.audio, recomputes=recomputes_towers)
         audio_aligner = flops(layers.audio_aligner, has_input_gradient=audio.has_output_gradient)
         media_has_gradient = any(part.has_output_gradient for part in (audio, audio_aligner, *mergers))
-        language = flops(layers.language, has_input_gradient=media_has_gradient, recomputes=recomputes_language)
         cross_keys = flops(layers.cross_keys, has_input_gradient=media_has_gradient, recomputes=recomputes_language)
+        language = flops(
+            layers.language,
+            has_input_gradient=media_has_gradient and not layers.cross_keys,  # else media enter by cross-attention
+            has_cross_gradient=cross_keys.has_output_gradient,
+            recomputes=recomputes_language,
+        )
         head_layer = dataclasses.replace(layers.head, layer=0)  # only layers can be recomputed
         head = flops([head_layer], has_input_gradient=language.has_output_gradient, recomputes=recomputes_head)
         per_vision_token, per_patch_square = _vision_flops(vision, mergers, layers.tile_squares)
@@ -234,6 +240,7 @@ def _part_flops(
     modules: Sequence[ModuleCost],
     *,
     has_input_gradient: bool = False,
+    has_cross_gradient: bool = False,
     recomputes: bool | int = False,
 ) -> _PartFlops:
     """Sum the FLOPs of consecutive modules of a model, forward and backward.
@@ -242,18 +249,23 @@ def _part_flops(
         training: which weights of a module are trained, by the module's name; attention has none.
         lora_rank: of the adapters, if there are any.
         has_input_gradient: backward computes the gradient of the first module's input.
+        has_cross_gradient: backward computes the gradients of the keys and values of cross-attention.
         recomputes: backward runs the forward pass again, of all layers or of that number of first layers.
     """
-    is_trained = [module.kind != "attention" and training[module.name].any for module in modules]
+    is_trained = [
+        has_cross_gradient and module.flops_per_cross > 0 if module.kind == "attention" else training[module.name].any
+        for module in modules
+    ]
     # Backward reaches a module if that one, or anything before it, is trained.
     is_reached = list(accumulate(is_trained, operator.or_, initial=has_input_gradient))  # before all, and after each
     reached_before, reached_after = is_reached[:-1], is_reached[1:]
     recomputed_layers = _recomputed_layers(modules, reached_after, recomputes)
     per_unit = per_square = per_window = per_cross = 0.0
-    for module, num_gradients in zip(modules, _num_input_gradients(modules, reached_before), strict=True):
+    num_input_gradients = _num_input_gradients(modules, reached_before)
+    for module, needs_gradient, num_gradients in zip(modules, is_trained, num_input_gradients, strict=True):
         num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
-            num_passes = num_forward + _ATTENTION_BACKWARD * num_gradients
+            num_passes = num_forward + _ATTENTION_BACKWARD * max(num_gradients, needs_gradient)
             per_unit += num_passes * module.flops_per_unit
             per_square += num_passes * module.flops_per_square
             per_window += num_passes * module.flops_per_window

@@ -278,7 +278,8 @@ def assign_packs(
 
     Args:
         target_tokens: labels that carry loss, by cache position, (N,).
-        trees: groups of samples with shared prefixes; packs of one tree are moved into one step, or apart.
+        trees: groups of samples with shared prefixes; packs of one tree are moved into one step, or apart,
+            if their placement requires it; not with ``samples_per_step`` or Skrull.
         keeps_steps: do not move packs to other steps because of ``trees``.
         num_packs: plan no more steps than for this many packs.
     """
@@ -312,7 +313,7 @@ def _assign_samples_per_step(
 ) -> EpochPlan:
     """Give each step the next ``samples_per_step`` samples of ``packs``, and make one new pack of each micro-batch.
 
-    The new packs depend on the number of ranks; the order of the samples does not. Arguments as for ``assign_packs``.
+    The new packs depend on the number of ranks; the samples of each step do not. Arguments as for ``assign_packs``.
     """
     assert options.samples_per_step is not None
     samples = split_into_samples(packs)  # packs of one sample each

@@ -456,7 +456,9 @@ def divide_evenly(
     lightest_groups = [(0.0, group) for group in range(num_groups)]  # a heap of work and number of each group
     heaviest_first = sorted(range(len(work)), key=lambda i: (-work[i], -i))
     for item in heaviest_first:
-        too_full = _pop_groups_without_space(lightest_groups, free, sizes[item])
+        too_full = []
+        if lightest_groups and free[lightest_groups[0][1]] < sizes[item]:  # seldom: the call takes time
+            too_full = _pop_groups_without_space(lightest_groups, free, sizes[item])
         if not lightest_groups:
             return None  # no group has enough space
         group_work, group = lightest_groups[0]

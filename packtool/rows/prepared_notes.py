@@ -54,7 +54,7 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
 def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     """Describe the tokenized rows of a file: the tool that wrote them, the columns that are used, labels and packs.
 
-    Only the rows of the first of ``blocks`` are read, at most 64. A row with several samples is a pack.
+    Only the rows of the first of ``blocks`` are read. A row with several samples is a pack.
     """
     first_blocks = list(islice(blocks, 1))  # [] for a file without rows
     column_names = _names_in_rows(source, first_blocks)

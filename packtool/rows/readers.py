@@ -476,8 +476,8 @@ class TarReader:
         start = first_row = 0
         while True:
             # ``_packs`` opens the tar file again for each block, because an open one keeps all members in memory.
-            next_packs = islice(self._packs(start), BLOCK_ROWS + 1)
-            offsets = [offset for offset, _ in next_packs]  # with that of the first pack of the next block, if any
+            # The last offset is that of the first pack of the next block, if there is one.
+            offsets = [offset for offset, _ in islice(self._packs(start), BLOCK_ROWS + 1)]
             is_last_block = len(offsets) <= BLOCK_ROWS
             num_rows = min(len(offsets), BLOCK_ROWS)
             stop = self._source.size if is_last_block else offsets[-1]

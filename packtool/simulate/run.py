@@ -292,7 +292,8 @@ class Simulation:
 def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     """Simulate training with each of ``config.strategies`` on imagined hardware, and return times and memory.
 
-    Lengths of samples come from caches, a file, or a distribution; the model and the hardware from a preset or a file.
+    Lengths of samples come from caches, a file, or a distribution; the hardware from a preset or a file, the model also
+    from the cache.
     Samples longer than ``--max-length``, or than any strategy could train, are left out.
     """
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None

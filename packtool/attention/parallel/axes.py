@@ -149,7 +149,8 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     """Choose how ranks share a sequence: as the options request, or with ``auto`` so that they exchange the least data.
 
     Ranks can divide attention heads (the Ulysses axis), tokens (the ring axis), or both. On the ring axis, chunks of
-    keys pass from rank to rank, or are gathered at once. Raises a ConfigError if the heads cannot be divided so.
+    keys pass from rank to rank, or are gathered at once. Raises a ConfigError if the heads cannot be divided so,
+    or if a ring would divide sliding windows.
 
     Args:
         heads: attention heads of the model.

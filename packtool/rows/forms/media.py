@@ -457,7 +457,7 @@ def missing_kind(
 
     Args:
         turns: all turns of the row.
-        questions: texts of the user's turns; marks in other turns are plain text.
+        questions: texts of the user's turns, in which marks stand for media.
         media: media of the row by kind.
         fields: columns of the row.
         file_holds_media: whether any of the first rows of the file could hold media.

@@ -470,7 +470,7 @@ class Outliers:
 
         Returns:
             Medians of previous values, only for outliers: ``loss`` if the loss is one, ``grad_norm`` if the norm is
-            one. Values that are missing, infinite or NaN are neither compared nor kept.
+            one. Values that are missing, infinite or NaN, and norms of 0, are neither compared nor kept.
         """
         medians = {}
         loss = logs.get("loss")

@@ -279,8 +279,8 @@ class PackTrainer(Trainer):
     ) -> Tensor:
         """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached.
 
-        ``step_mean`` divides the sum of the losses by the target tokens of the complete step. ``planned_samples`` are
-        positions in the caches or samples of a stream, including skipped ones.
+        ``step_mean`` divides the sum of the losses by the target tokens, or samples, of the complete step.
+        ``planned_samples`` are positions in the caches or samples of a stream, including skipped ones.
         """
         self._enter_training_mode(model)
         if self.noise is not None:

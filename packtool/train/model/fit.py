@@ -281,7 +281,7 @@ class Fit:
     def _plan_layers(self, proposal: Proposal) -> LayerPlan | None:
         """Plan which layers of a proposal's run recompute their activations, within the memory of a GPU.
 
-        Return None if the layers cannot be switched one by one, or if the run does not fit even if all recompute.
+        Return None if the layers cannot be planned, or if the run does not fit even if all recompute.
         """
         run = proposal.run
         run_with_all_layers = dataclasses.replace(proposal, run=with_all_layers(run, recompute=True))

@@ -61,8 +61,8 @@ def enable_rounding(model: nn.Module, enabled: bool) -> None:
 def _quantizers(recipe: str, group_size: int) -> tuple[nn.Module | None, nn.Module]:
     """Return two modules: one rounds the inputs of a linear layer, None if they are not rounded; one its weights.
 
-    ``recipe`` is a value of ``--qat``, such as int8-int4: inputs in int8, weights in int4. Rounded weights share a
-    scale in groups of ``group_size`` inputs, rounded inputs for each token.
+    ``recipe`` is a value of ``--qat``, such as int8-int4: inputs in int8, weights in int4. Weights in int4 share a
+    scale in groups of ``group_size`` inputs; the recipes fp8, mxfp4 and nvfp4 do not use it.
     """
     from torchao.quantization.qat import IntxFakeQuantizeConfig
     from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig, Int4WeightFakeQuantizeConfig

@@ -264,7 +264,7 @@ class ExpectedTime:
         tower_flops = _batch_sums(plan, towers.flops.astype(np.float64))
         slowest_tower_flops = tower_flops
         if num_sharing > 1:
-            slowest_tower_flops = _slowest_tower_flops(cost, shares)
+            slowest_tower_flops = _slowest_tower_flops(cost, index, shares)
         language_flops = (total_flops - tower_flops) / num_sharing
         fixed_flops = np.where(total_flops > 0, speed.batch_flops, 0.0)  # none in empty micro-batches
         seconds = (language_flops + slowest_tower_flops + fixed_flops) / speed.flops_per_second
@@ -366,7 +366,9 @@ def _batch_sums(plan: EpochPlan, per_sample: Seconds) -> Seconds:
     return plan.steps.micro_batch_sums(per_pack)
 
 
-def _slowest_tower_flops(cost: CostModel, shares: MediaShares) -> Seconds:
+def _slowest_tower_flops(cost: CostModel, index: SplitIndex, shares: MediaShares) -> Seconds:
     """FLOPs of the towers of the rank with the most media in each micro-batch of the plan of ``shares``, (C,)."""
     media = shares.media
-    return shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))
+    padded_tokens = cost.padded_tokens(index.vision_tokens, index.patch_squares, index.picture_squares)
+    tokens = media.tokens * (padded_tokens / np.maximum(index.vision_tokens, 1))[media.samples]
+    return shares.max_per_rank(cost.towers(tokens, media.squares, media.sounds))

@@ -410,7 +410,7 @@ def _planned_counts(timeline: Timeline, step: int) -> tuple[npt.NDArray[np.int64
     Returns two arrays (N,): counts of earlier epochs, and of the epoch that step ``step`` belongs to.
     """
     num_samples = len(timeline.inputs.lengths)
-    current_epoch, num_steps_done = timeline.locate(step)  # steps of the current epoch
+    current_epoch, num_steps_done = timeline.locate(step)  # steps since packs were assigned
     before_epoch = np.zeros(num_samples, np.int64)
     for epoch in range(current_epoch):
         before_epoch += _counts_of_full_epoch(timeline, epoch)

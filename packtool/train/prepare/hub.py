@@ -87,7 +87,7 @@ class HubUploads:
     def _upload(self, checkpoint: str, step: int, temporary: str | None = None) -> None:
         """Upload the model of a checkpoint to the top of the repository, and with some strategies also the checkpoint.
 
-        Training continues if this fails: the error is kept in ``self._error``, and reported at the next save.
+        Training continues if this fails: the error is kept in ``self._error``, for the next save or ``finish``.
         ``temporary`` is a directory to delete afterwards.
         """
         message = f"Training in progress, step {step}"

@@ -323,12 +323,12 @@ class Inputs:
         towers: TowerWork | None,
         samples: Int64Array | None = None,
     ) -> EpochPlan:
-        """Plan the packs and steps of an epoch without a mixture.
+        """Plan the packs and steps of all samples, or of given ones, which may repeat.
 
         Args:
             shared: prefixes that these samples have in common, computed once; None to compute each sample in full.
             towers: FLOPs to encode the images, videos and sounds of these samples.
-            samples: their positions in the caches, (M,), ascending; None for all.
+            samples: their positions in the caches, (M,); None for all.
         """
         trees = None if shared is None else shared.trees
         media_tokens = self.media_tokens if shared is None else shared.media_tokens
@@ -372,8 +372,8 @@ class Inputs:
     ) -> EpochPlan:
         """Assign packs to optimizer steps, and to the micro-batches and ranks of ``batch_shape``.
 
-        ``keeps_steps`` and ``num_packs`` are options of ``assign_packs``: packs stay in their steps; an epoch has as
-        many steps as for ``num_packs`` packs.
+        ``keeps_steps`` and ``num_packs`` are options of ``assign_packs``: packs stay in their steps; an epoch has no
+        more steps than for ``num_packs`` packs.
         """
         media_tokens, towers, trees = self.media_tokens, self.towers, None
         if self.shared is not None and self.plans_trees_per_epoch:
@@ -416,7 +416,7 @@ class Inputs:
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)
 
     def state(self, batch_shape: BatchShape) -> RunState:
-        """Return the state of a new run at step 0, with everything that a checkpoint must have in common with it.
+        """Return the state of a new run at step 0, with everything that is compared with checkpoints.
 
         ``batch_shape``: numbers of ranks, micro-batches and packs of a step.
         """

@@ -339,7 +339,7 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     """Return figures, by name, of the rest of a run if it were resumed now from ``config.resume``; trains nothing.
 
     The run takes the caches or the recipe of ``config`` if there are any, as with ``--data-change allow``. Steps are
-    numbered from 0; ``step`` is the first one after the checkpoint.
+    numbered from 0, but from 1 in ``stages``; ``step`` is the first one after the checkpoint.
     """
     run = _resumed_run(config)
     checkpoint = run.resume_point.checkpoint

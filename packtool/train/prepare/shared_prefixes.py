@@ -131,14 +131,15 @@ class SharedPrefixes:
 
     def towers(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> TowerWork:
         """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) of full samples."""
-        full, prefixes = tower_work(cost, self.index), self.prefixes.prefixes
-        vision_tokens = prefixes.media_tokens - prefixes.audio_tokens
-        # Caches do not count the patches of prefixes: pictures of a prefix are assumed to be as those of its sample.
-        picture_squares = np.repeat(self.index.picture_squares, np.diff(self.prefixes.offsets))
-        vision_tokens = cost.padded_tokens(vision_tokens, prefixes.patch_squares, picture_squares)
-        flops = cost.towers(vision_tokens, prefixes.patch_squares, prefixes.audio_tokens)
-        added = self.trees.added(full.flops, np.rint(flops).astype(np.int64))
-        return TowerWork(added, full.num_media, self.logits(target_tokens))
+        index, prefixes = self.index, self.prefixes.prefixes
+        vision_tokens = self.trees.added(index.vision_tokens, prefixes.media_tokens - prefixes.audio_tokens)
+        audio_tokens = self.trees.added(index.audio_tokens, prefixes.audio_tokens)
+        patch_squares = self.trees.added(index.patch_squares, prefixes.patch_squares)
+        # Caches do not count the patches of prefixes: added pictures are assumed to be as those of the full sample.
+        vision_tokens = cost.padded_tokens(vision_tokens, patch_squares, index.picture_squares)
+        flops = np.rint(cost.towers(vision_tokens, patch_squares, audio_tokens)).astype(np.int64)
+        num_media = index.num_images + index.num_videos + index.num_audios
+        return TowerWork(flops, num_media, self.logits(target_tokens))
 
     def tower_work_saved(self, cost: CostModel) -> float:
         """The fraction of the towers' work that is saved, 0 to 1."""

@@ -214,7 +214,7 @@ class TrainedStage:
         stop_epoch: float,
         max_steps: int | None,
     ) -> TrainedStage:
-        """Make a stage that ends after ``max_steps`` steps of the run or, if None, after ``stop_epoch`` of its epochs.
+        """Make a stage that ends after ``max_steps`` steps of the run or, if None, after ``stop_epoch`` epochs of it.
 
         ``reassignments``, in order, are steps at which packs are assigned to another number of ranks; each starts a new
         section. Those after the end of the stage are ignored.
@@ -277,7 +277,7 @@ class TrainedStage:
         """Return the figures of a stage of a run by name, as JSON has them; steps are numbered from 1.
 
         ``sources`` has the figures of each source of its mixture. Samples that are too long, or that their source
-        excludes, are ``filtered``; samples that the stage could train and does not are ``not_drawn``.
+        excludes, are ``filtered``; all others that the stage does not train are ``not_drawn``.
         """
         options = self.inputs.options
         all_sources = share_figures(by_name(self.source_counts(), self.mixture))

@@ -132,6 +132,16 @@ def test_padding_of_a_shared_picture_is_counted_once(alike_world: TinyWorld, tmp
     cost = CostModel(1, 1, per_vision_token=25, padded_merge=1)
     assert padded.towers(cost, index.target_tokens).flops.sum() == 25 * 40 * NUM_TREES
 
+    # One sample of each tree has smaller pictures, too: no sample adds fewer FLOPs than none for that.
+    own = np.zeros_like(num_images)
+    own[shared.trees.samples[shared.trees.offsets[:-1]]] = 1
+    index = dataclasses.replace(
+        index, patch_squares=index.patch_squares + 640 * own, num_patches=index.num_patches + 80 * own
+    )
+    flops = dataclasses.replace(padded, index=index).towers(cost, index.target_tokens).flops
+    assert flops.min() == 0
+    assert (flops[own == 1] > 25 * 40).all()
+
 
 def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike_world: TinyWorld, tmp_path: Path) -> None:
     """Tower, layers whose keys are gathered, and head of a micro-batch that is a tree with answers in its prefixes."""
