@@ -529,7 +529,7 @@ def test_two_ranks_share_a_sequence(world_of: Callable[[str], World], tmp_path: 
     errors = json.loads((tmp_path / "errors.json").read_text())
     assert len(errors) == len(worlds) > 5
     for name, (logits, loss, gradients, moved) in errors.items():
-        assert max(logits, loss, gradients) < 4e-6, name  # sums in another order
+        assert max(logits, loss, gradients) < 1e-5, name  # sums in another order, which depends on the CPU
         assert moved == 0, name
 
 
