@@ -245,7 +245,7 @@ def test_json_is_read_in_one_place() -> None:
 
 
 # Limits of the whole package, and what to do at each: raising one needs a line in CHANGELOG.md with the reason.
-MAX_LINES, MAX_FILES, MAX_DATACLASSES = 70_240, 257, 240
+MAX_LINES, MAX_FILES, MAX_DATACLASSES = 70_260, 257, 240
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 9
 # Expressions and statements of a function, and their mean over functions of 18 to 55 lines.
 MAX_NODES, MAX_MEAN_NODES = 250, 125
