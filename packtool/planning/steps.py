@@ -467,8 +467,8 @@ def divide_evenly(
         heapq.heapreplace(lightest_groups, (group_work + work[item], group))
         for entry in too_full:
             heapq.heappush(lightest_groups, entry)
-    most_work_first = sorted(lightest_groups, key=lambda entry: (-entry[0], entry[1]))
-    return [groups[group][::-1] for _, group in most_work_first]
+    groups_by_work = sorted(lightest_groups, key=lambda entry: (-entry[0], entry[1]))
+    return [groups[group][::-1] for _, group in groups_by_work]
 
 
 def _pop_groups_without_space(

@@ -316,9 +316,9 @@ def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str]
         firsts: description of the first dropped row by reason; shown for the most common reason.
         where: end of the remedy, which names the file with the reason of every row.
     """
-    most_common_first = sorted(dropped.items(), key=lambda item: -item[1])
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in most_common_first) or "there were no rows"
-    main_reason = most_common_first[0][0] if most_common_first else ""
+    counts_by_reason = sorted(dropped.items(), key=lambda item: -item[1])
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in counts_by_reason) or "there were no rows"
+    main_reason = counts_by_reason[0][0] if counts_by_reason else ""
     remedy = DROP_REASONS.get(main_reason, "")
     first_row = f"\nFirst dropped row: {firsts[main_reason]}" if main_reason in firsts else ""
     return DataError(f"{what}: {counts}{first_row}", f"{remedy} {where}".strip())

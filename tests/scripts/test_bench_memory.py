@@ -23,5 +23,7 @@ def test_a_row_for_each_family(bench: ModuleType, capsys: pytest.CaptureFixture[
     errors = [word for row in rows for word in row.split() if "%" in word or word == "-"]
     assert errors[-2:] == ["-", "-"], "no trees and no ranks for sounds"
     assert len(errors) == 12
-    # What recomputed sounds allocate depends on the CPU; tests/train/model/test_real_steps.py holds models to 5 %.
-    assert all(abs(float(error.strip("%"))) < 15 for error in errors[:-2])
+    is_far_off = [abs(float(error.strip("%"))) >= 5 for error in errors[:-2]]
+    # Only what recomputed sounds allocate may differ more: it depends on the CPU.
+    assert not any(is_far_off[:8] + is_far_off[9:])
+    assert abs(float(errors[8].strip("%"))) < 15
